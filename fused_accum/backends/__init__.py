@@ -1,0 +1,46 @@
+"""The registry of backends. A backend is one file and one line here, in order of preference."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+
+import torch
+
+from .base import Backend, Rows
+
+__all__ = ["Backend", "Rows", "choose", "registry", "select"]
+
+_MODULES = {
+    "reference": ".reference",
+}
+
+
+@lru_cache(maxsize=None)
+def registry() -> dict[str, Backend]:
+    """Every backend by name, in order of preference, whether or not it works on this machine."""
+    return {name: importlib.import_module(module, __name__).BACKEND for name, module in _MODULES.items()}
+
+
+def select(name: str, device: torch.device | str) -> Backend:
+    """The backend ``name`` for ``device``; raises RuntimeError with the reason when it does not work there."""
+    backends = registry()
+    if name not in backends:
+        raise ValueError(f"backend is {name!r}; it must be 'auto' or one of {', '.join(map(repr, backends))}")
+    reason = backends[name].why_not(torch.device(device))
+    if reason is not None:
+        raise RuntimeError(f"backend {name!r} does not work for {device} tensors: {reason}")
+    return backends[name]
+
+
+def choose(name: str, device: torch.device | str) -> tuple[Backend, str]:
+    """The backend to use for ``device`` and why: ``name`` itself, or for "auto" the first that works."""
+    if name != "auto":
+        return select(name, device), "asked for"
+    passed_over = []
+    for backend in registry().values():
+        reason = backend.why_not(torch.device(device))
+        if reason is None:
+            return backend, "; ".join(passed_over) or "the fastest for this device"
+        passed_over.append(f"not {backend.name}: {reason}")
+    raise RuntimeError(f"no backend works for {device} tensors: {'; '.join(passed_over)}")

@@ -1,0 +1,32 @@
+"""What a backend is: two operations on lists of tensors. Everything above it is the same for all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..buckets import Bucket
+from ..rows import Rows
+
+
+class Backend:
+    """Base of all backends. ``bucket_type`` may be a Bucket that takes a faster road to the same kernels."""
+
+    name: str
+    bucket_type: type[Bucket] = Bucket
+
+    def why_not(self, device: torch.device) -> str | None:
+        """None when this backend works for tensors on ``device`` here, else the reason and the remedy."""
+        raise NotImplementedError
+
+    def accumulate(
+        self, accums: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool], scale: float
+    ) -> None:
+        """``accum <- scale*grad`` where ``first`` (accum is not read), else ``accum + scale*grad``, in place."""
+        raise NotImplementedError
+
+    def adamw(self, rows: Rows) -> None:
+        """One AdamW update of every row, in place; buffers that were read are zero afterwards."""
+        raise NotImplementedError

@@ -1,0 +1,220 @@
+"""Buckets: the parameters that one backend updates on one device, their buffers, and the way of a gradient.
+
+A gradient goes one way: ``collect`` (validate, change nothing) -> ``accumulate`` or ``step`` (kernels) -> cleared.
+A backend that can do the same faster subclasses ``Bucket`` and keeps its meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from . import checks
+from .rows import Rows
+from .state import MOMENTS, Hyper, Options, complete
+
+if TYPE_CHECKING:
+    from .backends.base import Backend
+
+SLAB_BYTES = 64 << 20  # buffers are cut from flat allocations of at most this size (larger ones stand alone)
+ALIGNMENT = 64  # bytes: a cache line, so that no two threads write to one
+
+
+class Stale(Exception):
+    """A parameter has moved to another device since the buckets were made: make them anew."""
+
+
+class Accum:
+    """A parameter's buffer, the parameter's dtype when it was made, and whether it holds a contribution."""
+
+    __slots__ = ("buffer", "dtype", "present")
+
+    def __init__(self, buffer: Tensor | None = None, dtype: torch.dtype | None = None, present: bool = False):
+        self.buffer, self.dtype, self.present = buffer, dtype, present
+
+
+class Bucket:
+    """Parameters of one device under one backend; entry i of every list belongs to ``params[i]``.
+
+    Attributes:
+        accums: persistent buffers, None until a parameter's first contribution; outside ``optimizer.state``.
+        present: 1 where the buffer holds a contribution of the open window (else it is not read).
+        dtypes: the parameter's dtype when its buffer was made.
+        grads: what ``collect`` found; None before and after.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        reason: str,
+        device: torch.device,
+        params: Sequence[Tensor],
+        groups: Sequence[int],
+        name_of: Callable[[Tensor], str],
+        options: Options,
+    ) -> None:
+        self.backend, self.reason, self.device, self.options = backend, reason, device, options
+        self.params, self.groups, self.name_of = list(params), list(groups), name_of
+        self.accums: list[Tensor | None] = [None] * len(self.params)
+        self.dtypes: list[torch.dtype | None] = [None] * len(self.params)
+        self.present = bytearray(len(self.params))
+        self.grads: list[Tensor | None] | None = None
+
+    # -- the way of a gradient ------------------------------------------------------------------------------
+
+    def collect(self, buffers: bool) -> int:
+        """Read and validate every gradient; with ``buffers`` also make the buffers they need. Returns how many.
+
+        Raises Stale, or what ``checks`` raises, with nothing changed but buffers made.
+        """
+        self.grads = [p.grad for p in self.params]
+        rows = [i for i, g in enumerate(self.grads) if g is not None]
+        for i in rows:
+            self.check(i, self.grads[i])
+        if buffers:
+            self.allocate([i for i in rows if self.accums[i] is None])
+        return len(rows)
+
+    def accumulate(self, scale: float) -> None:
+        """(1) for every collected gradient; sets those ``p.grad`` to None."""
+        rows = [i for i, g in enumerate(self.grads) if g is not None]
+        accums = [self.accums[i] for i in rows]
+        self.backend.accumulate(
+            accums, [self.grads[i] for i in rows], [not self.present[i] for i in rows], scale
+        )
+        increment_version(accums)
+        for i in rows:
+            self.present[i] = 1
+        self.drop_gradients()
+
+    def prepare(self, state: dict, groups: Sequence[dict[str, Any]], hypers: Sequence[Hyper]) -> None:
+        """Make the state that the collected rows lack and validate what they have; changes nothing else."""
+        for i in self.contributing():
+            p = self.params[i]
+            if self.grads[i] is None:
+                self.check(i, None)
+            complete(state[p], p, groups[self.groups[i]], self.options)
+            for spec in MOMENTS:
+                if spec.name in state[p]:
+                    checks.check_state(self.name_of(p), spec.name, p, state[p][spec.name])
+
+    def step(self, state: dict, hypers: Sequence[Hyper], scale: float, coefficient: float) -> None:
+        """(2) to (6) for every row with a contribution, after ``prepare``; consumes gradients and buffers."""
+        table = self.rows(self.contributing(), state, hypers, scale, coefficient)
+        self.backend.adamw(table)
+        increment_version(table.written())
+        self.drop_gradients()
+        self.present[:] = bytes(len(self.params))
+
+    def contributing(self) -> list[int]:
+        return [i for i, g in enumerate(self.grads) if g is not None or self.present[i]]
+
+    def drop_gradients(self) -> None:
+        """Set every collected ``p.grad`` to None."""
+        for p, g in zip(self.params, self.grads):
+            if g is not None:
+                p.grad = None
+        self.release()
+
+    def release(self) -> None:
+        """Forget what ``collect`` found."""
+        self.grads = None
+
+    # -- pieces ---------------------------------------------------------------------------------------------
+
+    def rows(
+        self, rows: Sequence[int], state: dict, hypers: Sequence[Hyper], scale: float, coefficient: float
+    ) -> Rows:
+        """The launch table of the given rows."""
+        states = [state[self.params[i]] for i in rows]
+        params = [self.params[i] for i in rows]
+        amsgrad = [hypers[self.groups[i]].amsgrad for i in rows]
+        return Rows(
+            params=params,
+            grads=[self.grads[i] for i in rows],
+            accums=[self.accums[i] for i in rows],
+            present=[self.present[i] for i in rows],
+            accum_dtypes=[self.options.accum_dtype_for(p) for p in params],
+            exp_avgs=[s["exp_avg"] for s in states],
+            exp_avg_sqs=[s["exp_avg_sq"] for s in states],
+            max_exp_avg_sqs=[s["max_exp_avg_sq"] if a else None for s, a in zip(states, amsgrad)],
+            steps=[s["step"] for s in states],
+            groups=[self.groups[i] for i in rows],
+            hypers=hypers,
+            scale=scale,
+            coefficient=coefficient,
+        )
+
+    def check(self, i: int, g: Tensor | None) -> None:
+        """Raise unless parameter ``i`` with gradient ``g`` can take part; drops a buffer of another dtype."""
+        p = self.params[i]
+        name = self.name_of(p)
+        checks.check_parameter(name, p)
+        if g is not None:
+            checks.check_gradient(name, p, g)
+        accum = self.accums[i]
+        if accum is not None:
+            if self.present[i]:
+                checks.check_unchanged(name, p, accum, self.dtypes[i])
+            elif accum.shape != p.shape or accum.device != p.device or self.dtypes[i] != p.dtype:
+                self.accums[i] = None
+        if p.device != self.device:
+            raise Stale
+
+    def allocate(self, rows: Sequence[int]) -> None:
+        """Give ``rows`` buffers, uninitialized: the first contribution writes without reading."""
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i in rows:
+            by_dtype.setdefault(self.options.accum_dtype_for(self.params[i]), []).append(i)
+        with torch.inference_mode(False), torch.no_grad():
+            for dtype, members in by_dtype.items():
+                unit = ALIGNMENT // dtype.itemsize
+                slab: list[int] = []
+                size = 0
+                for i in members:
+                    need = -(-self.params[i].numel() // unit) * unit
+                    if slab and (size + need) * dtype.itemsize > SLAB_BYTES:
+                        self._cut(slab, size, dtype, unit)
+                        slab, size = [], 0
+                    slab.append(i)
+                    size += need
+                if slab:
+                    self._cut(slab, size, dtype, unit)
+
+    def _cut(self, rows: Sequence[int], size: int, dtype: torch.dtype, unit: int) -> None:
+        flat = torch.empty(size, dtype=dtype, device=self.device)
+        at = 0
+        for i in rows:
+            p = self.params[i]
+            dense = torch.empty_like(p, device="meta", memory_format=torch.preserve_format)
+            # .data: views of one tensor share a version counter, buffers must not
+            self.accums[i] = flat.as_strided(p.shape, dense.stride(), at).data
+            self.dtypes[i] = p.dtype
+            at += -(-p.numel() // unit) * unit
+
+    # -- the window's content -------------------------------------------------------------------------------
+
+    def clear_window(self) -> None:
+        """Drop every contribution; the buffers read zero."""
+        for i, present in enumerate(self.present):
+            if present:
+                self.accums[i].zero_()
+        self.present[:] = bytes(len(self.params))
+
+    def export(self) -> dict[int, Accum]:
+        """Every buffer by ``id(parameter)``."""
+        return {
+            id(p): Accum(a, d, bool(present))
+            for p, a, d, present in zip(self.params, self.accums, self.dtypes, self.present)
+            if a is not None
+        }
+
+    def adopt(self, accums: dict[int, Accum]) -> None:
+        """Take over the buffers of ``accums`` that belong to this bucket's parameters."""
+        for i, p in enumerate(self.params):
+            if (own := accums.pop(id(p), None)) is not None:
+                self.accums[i], self.dtypes[i], self.present[i] = own.buffer, own.dtype, own.present

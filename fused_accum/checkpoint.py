@@ -1,0 +1,108 @@
+"""state_dict, load_state_dict, deepcopy and pickle: what torch.optim does, plus an open window, minus lossy casts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .runtime import Runtime
+from .state import MOMENTS, complete
+
+if TYPE_CHECKING:
+    from .optimizer import FusedAccumAdamW
+
+PICKLE_KEY = "_fused_accum"
+
+
+def _parameters(opt: FusedAccumAdamW) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    for group in opt.param_groups:
+        for p in group["params"]:
+            yield p, group
+
+
+@contextmanager
+def visible_window(opt: FusedAccumAdamW) -> Iterator[None]:
+    """While inside, the open window is part of ``opt.state`` and ``opt.param_groups``, where
+    ``Optimizer.state_dict`` and its hooks find it; state of parameters no longer in any group is hidden, which
+    ``Optimizer.state_dict`` cannot name. Both are put back on exit."""
+    run = opt._run
+    members = {id(p): group for p, group in _parameters(opt)}
+    before = dict(opt.state)
+    for key in before:
+        if isinstance(key, Tensor) and id(key) not in members:
+            del opt.state[key]
+    entries = run.window.as_group_entries() if run.window.microbatches else {}
+    if entries:
+        for p, accum in run.contributions():
+            shown = dict(opt.state.get(p, {}))
+            complete(shown, p, members[id(p)], run.options)
+            opt.state[p] = {**shown, "accum": accum.clone(memory_format=torch.preserve_format)}
+        for group in opt.param_groups:
+            group.update(entries)
+    try:
+        yield
+    finally:
+        for group in opt.param_groups:
+            for key in entries:
+                del group[key]
+        opt.state.clear()
+        opt.state.update(before)
+
+
+def warn_mid_window_save(run: Runtime) -> None:
+    if run.window.microbatches and not run.warned_mid_window_save:
+        run.warned_mid_window_save = True
+        warnings.warn(
+            f"state_dict() was taken in mid-window: it holds {run.window.microbatches} micro-batch(es) not yet "
+            "stepped. FusedAccumAdamW resumes from it exactly; torch.optim.AdamW and a flattened "
+            "torch.distributed.checkpoint drop that part. Save after step() to be independent of it",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def reinstate(opt: FusedAccumAdamW) -> None:
+    """Called within ``Optimizer.load_state_dict`` once it has cast all state to the parameters' dtypes: put back
+    the incoming tensors' precision, and the incoming window."""
+    run = opt._run
+    incoming, run.incoming = run.incoming, None
+    saved_ids = chain.from_iterable(group["params"] for group in incoming["param_groups"])
+    accums: dict[int, tuple[Tensor, Tensor]] = {}
+    for saved_id, (p, _) in zip(saved_ids, _parameters(opt)):
+        saved = incoming["state"].get(saved_id)
+        if saved is None or p not in opt.state:
+            continue
+        own = opt.state[p]
+        for spec in MOMENTS:
+            if isinstance(saved.get(spec.name), Tensor):
+                own[spec.name] = saved[spec.name].to(device=p.device, dtype=run.options.state_dtype_for(p))
+        if "accum" in own:
+            del own["accum"]
+            accums[id(p)] = (p, saved["accum"])
+    run.discard()
+    for group in reversed(opt.param_groups):
+        run.window.take_group_entries(group)
+    if accums:
+        run.restore(opt.param_groups, accums)
+
+
+def pickled(opt: FusedAccumAdamW) -> dict[str, Any]:
+    """What ``__getstate__`` adds: options, the window's books and its sums (by parameter)."""
+    run = opt._run
+    sums = [(p, accum.clone(memory_format=torch.preserve_format)) for p, accum in run.contributions()]
+    return {"options": run.options, "amp_requested": run.amp_requested, "window": run.window, "sums": sums}
+
+
+def unpickle(opt: FusedAccumAdamW, saved: dict[str, Any]) -> None:
+    """Rebuild the runtime of a copy from ``pickled``'s result."""
+    run = opt._run = Runtime(saved["options"])
+    run.amp_requested = saved["amp_requested"]
+    run.window = saved["window"]
+    if saved["sums"]:
+        run.restore(opt.param_groups, {id(p): (p, accum) for p, accum in saved["sums"]})

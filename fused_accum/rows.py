@@ -1,0 +1,48 @@
+"""The launch table: what one call of a backend's update works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .state import Hyper
+
+
+@dataclass
+class Rows:
+    """A launch table: entry i of every list belongs to one parameter. ``None`` where it has no such tensor.
+
+    Attributes:
+        params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs: mutated in place; any strides, same shape per row.
+        grads: the last micro-batch's gradients, still to be added; never written.
+        accums: the buffers; those of rows in ``present`` hold the earlier micro-batches, and read zero afterwards.
+        present: whether the buffer holds a contribution of this window.
+        accum_dtypes: dtype the window's sum is rounded to, also where no buffer exists.
+        steps: 0-dim CPU tensors, incremented by one.
+        groups: index into ``hypers``.
+        scale: multiplies ``grads`` before they are added (``s`` of the design's equations).
+        coefficient: multiplies the window's sum (``c``).
+    """
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor | None]
+    accums: Sequence[Tensor | None]
+    present: Sequence[int]
+    accum_dtypes: Sequence[torch.dtype]
+    exp_avgs: Sequence[Tensor]
+    exp_avg_sqs: Sequence[Tensor]
+    max_exp_avg_sqs: Sequence[Tensor | None]
+    steps: Sequence[Tensor]
+    groups: Sequence[int]
+    hypers: Sequence[Hyper]
+    scale: float
+    coefficient: float
+
+    def written(self) -> list[Tensor]:
+        """Every tensor that an update of these rows writes."""
+        buffers = [a for a, present in zip(self.accums, self.present) if present]
+        maxima = [t for t in self.max_exp_avg_sqs if t is not None]
+        return [*self.params, *self.exp_avgs, *self.exp_avg_sqs, *maxima, *self.steps, *buffers]

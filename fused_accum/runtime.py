@@ -1,0 +1,156 @@
+"""All mutable run-time state of an optimizer, in one object.
+
+Wrappers (Lightning's) run the optimizer's methods with another ``self``: what they would assign to attributes
+there must be mutated in place here.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .buckets import Accum, Bucket, Stale
+from .state import Options
+from .window import Window
+
+
+class Runtime:
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.window = Window()
+        self.amp_requested = False
+        self.incoming: dict[str, Any] | None = None
+        self.warned_mid_window_save = False
+        self._members: list[Tensor] = []
+        self._group_sizes: list[int] = []
+        self._buckets: list[Bucket] = []
+        self._busy = threading.Lock()
+
+    @contextmanager
+    def exclusive(self, call: str) -> Iterator[None]:
+        """One call at a time, and none from inside a backward."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{call}() was called inside a backward pass (from a hook?), when gradients are not complete: "
+                "call it after backward() has returned"
+            )
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                f"{call}() was called while another call on the same optimizer is running (from another thread, "
+                "or from a hook of that call); make one call at a time"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def refuse_if_busy(self, call: str) -> None:
+        if self._busy.locked():
+            raise RuntimeError(f"{call}() was called while another call on the same optimizer is running")
+
+    # -- buckets --------------------------------------------------------------------------------------------
+
+    def buckets(self, groups: Sequence[dict[str, Any]]) -> list[Bucket]:
+        """The buckets of ``groups`` (param_groups), made anew when their parameters have changed."""
+        sizes = [len(group["params"]) for group in groups]
+        members = chain.from_iterable(group["params"] for group in groups)
+        if sizes != self._group_sizes or not all(map(is_, members, self._members)):
+            self.rebuild(groups)
+        return self._buckets
+
+    def rebuild(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Sort the parameters of ``groups`` into buckets; buffers and open window are kept."""
+        where: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
+        names: dict[int, str] = {}
+        for index, group in enumerate(groups):
+            own_names = group.get("param_names")
+            for position, p in enumerate(group["params"]):
+                if id(p) in names:
+                    continue  # listed twice: one parameter, one update
+                named = own_names is not None and position < len(own_names)
+                names[id(p)] = (
+                    repr(own_names[position]) if named else f"param_groups[{index}]['params'][{position}]"
+                )
+                members, owners = where.setdefault(p.device, ([], []))
+                members.append(p)
+                owners.append(index)
+
+        def name_of(p: Tensor) -> str:
+            return names[id(p)]
+
+        chosen = {device: backends.choose(self.options.backend, device) for device in where}
+        accums = self.export()
+        fresh = []
+        for device, (members, owners) in where.items():
+            backend, reason = chosen[device]
+            bucket = backend.bucket_type(backend, reason, device, members, owners, name_of, self.options)
+            bucket.adopt(accums)
+            fresh.append(bucket)
+        lost = sum(accum.present for accum in accums.values())
+        if lost:
+            warnings.warn(
+                f"{lost} parameter(s) with contributions to the open window are no longer in param_groups; "
+                "their part of the window is dropped (call step() before removing parameters)",
+                UserWarning,
+                stacklevel=5,
+            )
+        self._members = list(chain.from_iterable(group["params"] for group in groups))
+        self._group_sizes = [len(group["params"]) for group in groups]
+        self._buckets = fresh
+
+    def collect(self, groups: Sequence[dict[str, Any]], buffers: bool) -> tuple[list[Bucket], int]:
+        """Validate all gradients of all buckets before anything changes; returns the buckets and their count."""
+        while True:
+            found = self.buckets(groups)
+            try:
+                return found, sum([bucket.collect(buffers) for bucket in found])
+            except Stale:
+                for bucket in found:
+                    bucket.release()
+                self.rebuild(groups)
+            except BaseException:
+                for bucket in found:
+                    bucket.release()
+                raise
+
+    # -- the window's content -------------------------------------------------------------------------------
+
+    def export(self) -> dict[int, Accum]:
+        accums: dict[int, Accum] = {}
+        for bucket in self._buckets:
+            accums.update(bucket.export())
+        return accums
+
+    def contributions(self) -> list[tuple[Tensor, Tensor]]:
+        """(parameter, buffer) of every parameter that has a contribution in the open window."""
+        return [
+            (p, a)
+            for bucket in self._buckets
+            for p, a, present in zip(bucket.params, bucket.accums, bucket.present)
+            if present
+        ]
+
+    def discard(self) -> None:
+        """Drop the open window: its counts and its sums."""
+        for bucket in self._buckets:
+            bucket.clear_window()
+        self.window.clear()
+
+    def restore(self, groups: Sequence[dict[str, Any]], accums: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """Fill the buffers from ``accums`` (by ``id(parameter)``: parameter and saved sum) as the open window."""
+        for bucket in self.buckets(groups):
+            rows = [i for i, p in enumerate(bucket.params) if id(p) in accums]
+            bucket.allocate([i for i in rows if bucket.accums[i] is None])
+            for i in rows:
+                with torch.no_grad():
+                    bucket.accums[i].copy_(accums[id(bucket.params[i])][1])
+                bucket.present[i] = 1

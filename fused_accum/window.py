@@ -1,0 +1,108 @@
+"""The books of one window: how many micro-batches it holds, and what their sum must be divided by."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Pending(NamedTuple):
+    """What the open window holds: micro-batches with a gradient, and the sum of their weights."""
+
+    microbatches: int
+    weight: float
+
+
+def host_number(name: str, value: Any) -> float:
+    """``value`` (a number or a 0-dim tensor) as a float; raises unless it is finite and not negative."""
+    if isinstance(value, Tensor) and value.dim() != 0:
+        raise ValueError(
+            f"{name} is a tensor of shape {tuple(value.shape)}; it must be a number or a 0-dim tensor: "
+            f"pass {name}.sum() or {name}.item()"
+        )
+    if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
+        raise TypeError(f"{name} is {value!r}; it must be a number or a 0-dim tensor")
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        hint = "to ascend, construct the optimizer with maximize=True" if number < 0 else "skip this micro-batch"
+        raise ValueError(f"{name} is {number}; it must be finite and not negative ({hint})")
+    return number
+
+
+class Window:
+    """Counts and sums of the open window, in float64 on the host."""
+
+    def __init__(self) -> None:
+        self.previous_scale_sum: float | None = None
+        self.warned_scale_sum = False
+        self.clear()
+
+    def clear(self) -> None:
+        self.microbatches = 0
+        self.weighted = False
+        self.weight = 0.0
+        self.scale_sum = 0.0
+
+    @property
+    def pending(self) -> Pending:
+        return Pending(self.microbatches, self.weight)
+
+    def refuse_mixing(self, weight: float | None) -> None:
+        if self.microbatches and self.weighted != (weight is not None):
+            have, got = ("a weight", "none") if self.weighted else ("no weight", "one")
+            raise ValueError(
+                f"this window's {self.microbatches} micro-batch(es) have {have}, this one has {got}; all "
+                "micro-batches of a window have a weight or none has: pass weight= every time, or end the "
+                "window with step() or zero_grad() first"
+            )
+
+    def add(self, scale: float, weight: float | None) -> None:
+        """Count one micro-batch; call ``refuse_mixing`` first."""
+        self.microbatches += 1
+        if weight is None:
+            self.scale_sum += scale
+        else:
+            self.weighted = True
+            self.weight += weight
+
+    def total_weight(self, weight: float | None) -> float | None:
+        """The window's sum of weights with one more micro-batch of ``weight``; None without weights."""
+        if weight is None and not self.weighted:
+            return None
+        return self.weight + (weight or 0.0)
+
+    def close(self) -> str | None:
+        """End the window; returns what to warn of (once) when its scales add up to another sum than before."""
+        message = None
+        if self.microbatches and not self.weighted:
+            previous, now = self.previous_scale_sum, self.scale_sum
+            differs = previous is not None and not math.isclose(previous, now, rel_tol=1e-6)
+            if differs and not self.warned_scale_sum:
+                self.warned_scale_sum = True
+                message = (
+                    f"the scales of this window's {self.microbatches} micro-batch(es) add up to {now:g}, those "
+                    f"of the window before to {previous:g}: a short window (the tail of an epoch?) gets an "
+                    "update of another size. Pass weight= (the micro-batch's token count for a mean loss) to "
+                    "accumulate() and step(): the step then divides by the window's own sum of weights"
+                )
+            self.previous_scale_sum = now
+        self.clear()
+        return message
+
+    def as_group_entries(self) -> dict[str, float | int | bool]:
+        """The open window as plain group entries of a mid-window ``state_dict``."""
+        return {
+            "accum_microbatches": self.microbatches,
+            "accum_weight": self.weight,
+            "accum_weighted": self.weighted,
+            "accum_scale_sum": self.scale_sum,
+        }
+
+    def take_group_entries(self, group: dict[str, Any]) -> None:
+        """Move a saved window from ``group`` (mutated) into this one."""
+        self.microbatches = int(group.pop("accum_microbatches", 0))
+        self.weight = float(group.pop("accum_weight", 0.0))
+        self.weighted = bool(group.pop("accum_weighted", False))
+        self.scale_sum = float(group.pop("accum_scale_sum", 0.0))
