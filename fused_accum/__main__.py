@@ -9,8 +9,8 @@ from . import estimate, report
 
 _EXIT_CODES = """\
 exit codes of the report and of selftest:
-  0  a native backend works; selftest: every working backend agrees with the reference
-  1  only the reference backend works (plain torch, slower); selftest: a backend disagrees
+  0  a native backend works; selftest: and all that work agree with the reference
+  1  only the reference backend works (plain torch, slower); selftest: or a backend disagrees
   2  torch is missing, broken or too old
 """
 

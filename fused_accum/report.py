@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from typing import Any
 
 from . import _native
@@ -57,9 +58,9 @@ def _torch_version() -> tuple[str | None, str | None]:
         return None, f"torch is not installed; {remedy}"
     except Exception as error:  # a broken installation fails in many ways, OSError among them
         return None, f"torch does not import ({type(error).__name__}: {error}); reinstall it: {remedy}"
-    version = torch.__version__
-    problem = None if version >= _OLDEST_TORCH else f"torch is {version}, older than {oldest}; {remedy}"
-    return str(version), problem
+    version = str(torch.__version__)
+    new_enough = tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= _OLDEST_TORCH
+    return version, None if new_enough else f"torch is {version}, older than {oldest}; {remedy}"
 
 
 def _backends() -> list[dict[str, Any]]:
