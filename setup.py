@@ -8,7 +8,7 @@ Environment variables, all optional:
 
     CXX                    the C++17 compiler, with arguments if any ("ccache g++"); default: the first of
                            c++, g++, clang++ on PATH
-    CXXFLAGS, LDFLAGS      appended to every compilation, to the link
+    CXXFLAGS, LDFLAGS      appended to every compilation, to the link, after our own flags
     ARCHFLAGS              macOS: appended to both
     MAX_JOBS               parallel compilations; default: ninja's choice
     FUSED_ACCUM_FORCE_CPP  1: a missing or failing compiler fails the installation
@@ -83,7 +83,7 @@ class Compiler:
                 "install g++ or clang++ (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; "
                 "macOS: xcode-select --install)",
             )
-        compiler = cls((*found, *flags_from("CXXFLAGS"), *flags_from("ARCHFLAGS")))
+        compiler = cls((*found, *flags_from("ARCHFLAGS")))
         if error := compiler.try_compile("#include <cmath>\n", "-std=c++17"):
             raise CannotBuild(
                 f"the C++ compiler {found[0]} cannot compile a C++17 file:\n{error}", f"repair {found[0]}"
@@ -104,7 +104,7 @@ class Compiler:
             source.write_text(text)
             try:
                 done = subprocess.run(
-                    [*self.command, *flags, "-c", str(source), "-o", str(source.with_suffix(".o"))],
+                    [*self.command, *flags, *flags_from("CXXFLAGS"), "-c", str(source), "-o", f"{source}.o"],
                     stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
                 )  # fmt: skip
             except OSError as error:
@@ -137,14 +137,17 @@ def units(compiler: Compiler) -> list[Unit]:
 
 
 def write_ninja(folder: Path, compiler: Compiler, target: Path) -> None:
-    """Writes folder/build.ninja, which links `target` from csrc/."""
+    """Writes folder/build.ninja, which links `target` from csrc/.
+
+    Paths inside the project are relative, so that no name of a folder above it needs quoting.
+    """
     try:
         import pybind11
         from ninja import ninja_syntax
     except ImportError as error:
         raise CannotBuild(str(error), "run `pip install pybind11 ninja`") from error
 
-    includes = [f"-I{CSRC}"]
+    includes = [f"-I{os.path.relpath(CSRC, folder)}"]
     for path in dict.fromkeys((sysconfig.get_path("include"), sysconfig.get_path("platinclude"))):
         includes += ["-isystem", path]
     includes += ["-isystem", pybind11.get_include()]
@@ -158,7 +161,8 @@ def write_ninja(folder: Path, compiler: Compiler, target: Path) -> None:
         ninja = ninja_syntax.Writer(file, width=10_000)
         ninja.rule(
             "cxx",
-            f"{cxx} {command(*CXX_FLAGS, *includes)} $flags -MMD -MF $out.d -c $in -o $out",
+            f"{cxx} {command(*CXX_FLAGS, *includes)} $flags {command(*flags_from('CXXFLAGS'))} "
+            "-MMD -MF $out.d -c $in -o $out",
             depfile="$out.d",
             deps="gcc",
         )
@@ -168,9 +172,12 @@ def write_ninja(folder: Path, compiler: Compiler, target: Path) -> None:
         objects = []
         for unit in units(compiler):
             objects += ninja.build(
-                unit.name, unit.rule, str(unit.source), variables={"flags": command(*unit.flags)}
+                unit.name,
+                unit.rule,
+                os.path.relpath(unit.source, folder),
+                variables={"flags": command(*unit.flags)},
             )
-        ninja.build(str(target), "link", objects)
+        ninja.build(os.path.relpath(target, folder), "link", objects)
 
 
 class NinjaBuild(build_ext):
