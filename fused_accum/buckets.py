@@ -7,7 +7,7 @@ A backend that can do the same faster subclasses ``Bucket`` and keeps its meanin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from . import checks
 from .rows import Rows
-from .state import MOMENTS, Hyper, Options, complete
+from .state import MOMENTS, PARAMETER_DTYPES, Hyper, Options, complete
 
 if TYPE_CHECKING:
     from .backends.base import Backend
@@ -28,13 +28,12 @@ class Stale(Exception):
     """A parameter has moved to another device since the buckets were made: make them anew."""
 
 
-class Accum:
+class Accum(NamedTuple):
     """A parameter's buffer, the parameter's dtype when it was made, and whether it holds a contribution."""
 
-    __slots__ = ("buffer", "dtype", "present")
-
-    def __init__(self, buffer: Tensor | None = None, dtype: torch.dtype | None = None, present: bool = False):
-        self.buffer, self.dtype, self.present = buffer, dtype, present
+    buffer: Tensor
+    dtype: int
+    present: int
 
 
 class Bucket:
@@ -43,7 +42,7 @@ class Bucket:
     Attributes:
         accums: persistent buffers, None until a parameter's first contribution; outside ``optimizer.state``.
         present: 1 where the buffer holds a contribution of the open window (else it is not read).
-        dtypes: the parameter's dtype when its buffer was made.
+        dtypes: the parameter's dtype when its buffer was made, as an index into PARAMETER_DTYPES.
         grads: what ``collect`` found; None before and after.
     """
 
@@ -60,7 +59,7 @@ class Bucket:
         self.backend, self.reason, self.device, self.options = backend, reason, device, options
         self.params, self.groups, self.name_of = list(params), list(groups), name_of
         self.accums: list[Tensor | None] = [None] * len(self.params)
-        self.dtypes: list[torch.dtype | None] = [None] * len(self.params)
+        self.dtypes = bytearray(len(self.params))
         self.present = bytearray(len(self.params))
         self.grads: list[Tensor | None] | None = None
 
@@ -159,8 +158,8 @@ class Bucket:
         accum = self.accums[i]
         if accum is not None:
             if self.present[i]:
-                checks.check_unchanged(name, p, accum, self.dtypes[i])
-            elif accum.shape != p.shape or accum.device != p.device or self.dtypes[i] != p.dtype:
+                checks.check_unchanged(name, p, accum, PARAMETER_DTYPES[self.dtypes[i]])
+            elif accum.shape != p.shape or accum.device != p.device or PARAMETER_DTYPES[self.dtypes[i]] != p.dtype:
                 self.accums[i] = None
         if p.device != self.device:
             raise Stale
@@ -193,7 +192,7 @@ class Bucket:
             dense = torch.empty_like(p, device="meta", memory_format=torch.preserve_format)
             # .data: views of one tensor share a version counter, buffers must not
             self.accums[i] = flat.as_strided(p.shape, dense.stride(), at).data
-            self.dtypes[i] = p.dtype
+            self.dtypes[i] = PARAMETER_DTYPES.index(p.dtype)
             at += -(-p.numel() // unit) * unit
 
     # -- the window's content -------------------------------------------------------------------------------
@@ -208,7 +207,7 @@ class Bucket:
     def export(self) -> dict[int, Accum]:
         """Every buffer by ``id(parameter)``."""
         return {
-            id(p): Accum(a, d, bool(present))
+            id(p): Accum(a, d, present)
             for p, a, d, present in zip(self.params, self.accums, self.dtypes, self.present)
             if a is not None
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -12,11 +12,12 @@ from .base import Backend, Rows
 __all__ = ["Backend", "Rows", "choose", "registry", "select"]
 
 _MODULES = {
+    "cpu": ".cpu",
     "reference": ".reference",
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def registry() -> dict[str, Backend]:
     """Every backend by name, in order of preference, whether or not it works on this machine."""
     return {name: importlib.import_module(module, __name__).BACKEND for name, module in _MODULES.items()}

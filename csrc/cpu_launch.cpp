@@ -1,0 +1,148 @@
+// Launches: cut all rows of a call into equal chunks, run them on the pool with the chosen instruction set.
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu_pool.h"
+#include "kernels.h"
+
+namespace fa {
+namespace {
+
+constexpr int64_t kChunk = 32768;  // elements; a multiple of any vector and cache line
+
+// The rows of a call as one line of elements, cut into chunks: big tensors are shared, small ones go together.
+struct Line {
+  const Row* rows;
+  int64_t count;
+  std::vector<int64_t> start;  // of each row on the line
+
+  Line(const Row* rows_, int64_t count_) : rows(rows_), count(count_), start(size_t(count_) + 1) {
+    for (int64_t i = 0; i < count; ++i) start[i + 1] = start[i] + rows[i].numel;
+  }
+
+  int64_t length() const { return start[count]; }
+
+  // Calls visit(row, begin, end) for every part of a row in chunk number `chunk`.
+  template <class Visit>
+  void visit_chunk(int64_t chunk, Visit visit) const {
+    const int64_t from = chunk * kChunk;
+    const int64_t to = from + kChunk < length() ? from + kChunk : length();
+    int64_t low = 0, high = count;  // the last row that starts at or before `from`
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (start[middle] <= from ? low : high) = middle;
+    }
+    for (int64_t i = low; i < count && start[i] < to; ++i) {
+      const int64_t begin = from > start[i] ? from - start[i] : 0;
+      const int64_t end = (to < start[i + 1] ? to : start[i + 1]) - start[i];
+      if (begin < end) visit(rows[i], begin, end);
+    }
+  }
+
+  template <class Visit>
+  void run(int threads, Visit visit) const {
+    struct Context {
+      const Line* line;
+      Visit* visit;
+    } context{this, &visit};
+    const int64_t chunks = (length() + kChunk - 1) / kChunk;
+    parallel_chunks(
+        chunks, threads,
+        [](void* c, int64_t chunk) {
+          auto* context = static_cast<Context*>(c);
+          context->line->visit_chunk(chunk, *context->visit);
+        },
+        &context);
+  }
+};
+
+int64_t last_level_cache_bytes() {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  static const int64_t bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (bytes > 0) return bytes;
+#endif
+  return int64_t(8) << 20;
+}
+
+const CpuKernels* compiled(const char* name) {
+#if defined(FA_HAVE_AVX512)
+  if (!std::strcmp(name, "avx512")) return &cpu_kernels_avx512;
+#endif
+#if defined(FA_HAVE_AVX2)
+  if (!std::strcmp(name, "avx2")) return &cpu_kernels_avx2;
+#endif
+  if (!std::strcmp(name, "baseline")) return &cpu_kernels_baseline;
+  return nullptr;
+}
+
+bool machine_has(const char* name) {
+#if defined(__x86_64__)
+  if (!std::strcmp(name, "avx512")) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && machine_has("avx2");
+  }
+  if (!std::strcmp(name, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  return !std::strcmp(name, "baseline");
+}
+
+const CpuKernels* chosen = nullptr;
+
+}  // namespace
+
+const char* why_not_cpu_isa(const char* name) {
+  if (!compiled(name)) return "not compiled into this build";
+  return machine_has(name) ? "" : "this processor does not have it";
+}
+
+void use_cpu_isa(const char* name) {
+  const char* reason = why_not_cpu_isa(name);
+  if (*reason) {
+    std::string usable;
+    for (const char* isa : kCpuIsas) {
+      if (!*why_not_cpu_isa(isa)) usable += std::string(usable.empty() ? "" : ", ") + isa;
+    }
+    throw std::runtime_error("CPU instruction set '" + std::string(name) + "': " + reason +
+                             "; set FUSED_ACCUM_CPU_ISA to one of " + usable + ", or unset it");
+  }
+  chosen = compiled(name);
+}
+
+const CpuKernels& cpu_kernels() {
+  if (!chosen) {
+    const char* wanted = std::getenv("FUSED_ACCUM_CPU_ISA");
+    if (wanted && *wanted) {
+      use_cpu_isa(wanted);
+    } else {
+      for (const char* isa : kCpuIsas) {
+        if (!chosen && !*why_not_cpu_isa(isa)) chosen = compiled(isa);
+      }
+    }
+  }
+  return *chosen;
+}
+
+void cpu_accumulate(const Row* rows, int64_t count, double scale, int threads) {
+  const CpuKernels& kernels = cpu_kernels();
+  const Line line(rows, count);
+  int64_t written = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (!rows[i].has_accum) written += rows[i].numel * int64_t(size_of(rows[i].accum.dtype));
+  }
+  const bool streaming = written > last_level_cache_bytes() / 2;
+  line.run(threads, [&](const Row& row, int64_t begin, int64_t end) {
+    kernels.accumulate(row, scale, begin, end, streaming);
+  });
+}
+
+void cpu_step(const Row* rows, int64_t count, int threads) {
+  const CpuKernels& kernels = cpu_kernels();
+  Line(rows, count).run(threads, [&](const Row& row, int64_t begin, int64_t end) { kernels.step(row, begin, end); });
+}
+
+}  // namespace fa

@@ -1,0 +1,53 @@
+// The contract between callers and kernels: rows of a launch table, and the launches. No torch, no Python.
+#pragma once
+
+#include <cstdint>
+
+#include "dtypes.h"
+
+namespace fa {
+
+// One tensor of a row.
+struct Operand {
+  void* data = nullptr;              // element (0, ..., 0)
+  DType dtype = DType::f32;
+  const int64_t* strides = nullptr;  // in elements; null: the elements lie one after the other, as in the row's others
+};
+
+// One parameter of a launch.
+struct Row {
+  Operand param, grad, accum, exp_avg, exp_avg_sq, max_exp_avg_sq;
+  int64_t numel = 0;                 // elements
+  int ndim = 0;                      // of sizes and strides, where an operand has strides
+  const int64_t* sizes = nullptr;
+  bool has_grad = false;             // a micro-batch still to be added
+  bool has_accum = false;            // the buffer holds earlier ones: it is read (and, by a step, zeroed)
+  bool amsgrad = false;
+  DType accum_dtype = DType::f32;    // what the window's sum is rounded to, with or without a buffer
+  StepScalars<double> scalars{};
+};
+
+// accum <- scale*grad where the row has no accum yet, else accum + scale*grad.
+void cpu_accumulate(const Row* rows, int64_t count, double scale, int threads);
+
+// One AdamW update of every row from its grad, its accum, or both. Rows must not share memory that is written.
+void cpu_step(const Row* rows, int64_t count, int threads);
+
+// What one instruction set provides, on elements [begin, end) of one row.
+struct CpuKernels {
+  const char* name;
+  void (*accumulate)(const Row& row, double scale, int64_t begin, int64_t end, bool streaming);
+  void (*step)(const Row& row, int64_t begin, int64_t end);
+};
+
+extern const CpuKernels cpu_kernels_baseline;
+extern const CpuKernels cpu_kernels_avx2;
+extern const CpuKernels cpu_kernels_avx512;
+
+// Instruction sets: the chosen one (FUSED_ACCUM_CPU_ISA, else the best), and why one cannot be used ("" if it can).
+const CpuKernels& cpu_kernels();
+void use_cpu_isa(const char* name);  // throws std::runtime_error
+const char* why_not_cpu_isa(const char* name);
+constexpr const char* kCpuIsas[] = {"avx512", "avx2", "baseline"};
+
+}  // namespace fa

@@ -1,0 +1,81 @@
+// The launch table of one bucket of CPU parameters, kept between calls: one native call collects and validates the
+// gradients of all rows, one more launches the kernels, clears what was consumed and bumps version counters.
+//
+// The table never raises for an unusual tensor: it stops before anything has changed and returns the row's number,
+// and Python (fused_accum/backends/cpu.py) repairs it or raises the error that names it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "kernels.h"
+#include "tensor_info.h"
+
+namespace fa {
+
+namespace py = pybind11;
+
+// One group's hyper-parameters, in the order of Hyper in fused_accum/state.py.
+struct Hyper {
+  double lr, beta1, beta2, eps, weight_decay;
+  bool maximize, amsgrad;
+
+  explicit Hyper(py::handle tuple);
+  StepScalars<double> scalars(double t, double scale, double coefficient) const;
+};
+
+class Table {
+ public:
+  static constexpr Py_ssize_t kAllRight = -1;
+
+  // params: list of tensors; groups: index of each into the hypers; increment_version: torch's function.
+  Table(py::list params, std::vector<int> groups, py::object increment_version);
+
+  // Types whose instances are read directly, beside torch.Tensor and torch.nn.Parameter.
+  void accept(py::object type);
+
+  // Reads p.grad of every row. accums: tensors or None; present: bytearray; dtypes: bytearray, each parameter's dtype
+  // when its buffer was made; buffers: whether rows with a gradient need a buffer.
+  // Returns (gradients found, row that needs attention or kAllRight).
+  std::pair<Py_ssize_t, Py_ssize_t> collect(py::list accums, py::bytearray present, py::bytearray dtypes, bool buffers);
+
+  // (1) for what collect found; sets those p.grad to None.
+  void accumulate(py::bytearray present, double scale, int threads);
+
+  // Reads the state of every row with a contribution. Returns the row that needs attention or kAllRight.
+  Py_ssize_t prepare(py::dict state, const std::vector<Hyper>& hypers, py::bytearray present);
+
+  // (2) to (6) for what collect and prepare found. accum_dtype: the sum's, for all but float64 parameters.
+  void step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale, double coefficient,
+            int threads);
+
+  void drop_gradients();
+  void release();
+
+ private:
+  struct Entry {
+    py::object param, grad, accum, exp_avg, exp_avg_sq, max_exp_avg_sq, step;
+    TensorInfo p, g, a, m, v, v_max;
+    int group = 0;
+    void* step_data = nullptr;
+    bool step_is_double = false;
+    bool steps = false;  // takes part in the coming step
+    void* param_data_seen = nullptr;
+  };
+
+  bool plain(PyObject* tensor) const;
+  bool readable(const py::object& tensor, TensorInfo& info) const;
+  bool usable_gradient(const Entry& entry) const;
+  bool read_state(Entry& entry, PyObject* state, const Hyper& hyper) const;
+  void fill(Row& row, const Entry& entry, bool steps) const;
+  void bump(const std::vector<PyObject*>& written) const;
+  bool parameters_overlap();
+
+  std::vector<Entry> entries_;
+  std::vector<py::object> accepted_;
+  py::object increment_version_;
+  bool overlap_ = false;
+};
+
+}  // namespace fa

@@ -1,0 +1,158 @@
+#include "tensor_info.h"
+
+#include <cstring>
+
+namespace fa {
+namespace {
+
+// The part of DLPack's C ABI (dlpack.h, version 1.3) that is used here.
+struct DLDevice {
+  int32_t device_type, device_id;
+};
+struct DLDataType {
+  uint8_t code, bits;
+  uint16_t lanes;
+};
+struct DLTensor {
+  void* data;
+  DLDevice device;
+  int32_t ndim;
+  DLDataType dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+struct ExchangeApi {
+  uint32_t major, minor;
+  void* previous;
+  void* allocate;
+  void* managed_from_object;
+  void* managed_to_object;
+  int (*tensor_from_object)(void* object, DLTensor* out);
+};
+constexpr uint8_t kFloat = 2, kBfloat = 4;
+constexpr int32_t kCpu = 1;
+
+const ExchangeApi* api = nullptr;
+
+bool dtype_from(uint8_t code, int bits, DType& out) {
+  if (code == kBfloat && bits == 16) return out = DType::bf16, true;
+  if (code != kFloat) return false;
+  if (bits == 32) return out = DType::f32, true;
+  if (bits == 16) return out = DType::f16, true;
+  if (bits == 64) return out = DType::f64, true;
+  return false;
+}
+
+bool read_by_exchange(PyObject* tensor, TensorInfo& info) {
+  DLTensor t;
+  if (api->tensor_from_object(tensor, &t) != 0) return PyErr_Clear(), false;
+  if (t.dtype.lanes != 1 || !dtype_from(t.dtype.code, t.dtype.bits, info.dtype)) return false;
+  info.data = static_cast<char*>(t.data) + t.byte_offset;
+  info.ndim = t.ndim;
+  info.sizes = t.shape;
+  info.strides = t.strides;
+  info.on_cpu = t.device.device_type == kCpu;
+  return true;
+}
+
+class Ref {  // an owned reference
+ public:
+  explicit Ref(PyObject* object) : object_(object) {}
+  Ref(const Ref&) = delete;
+  ~Ref() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_;
+};
+
+bool append_integers(PyObject* sequence, std::vector<int64_t>& to) {
+  Ref tuple(sequence ? PySequence_Tuple(sequence) : nullptr);
+  if (!tuple) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple.get()); ++i) {
+    to.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.get(), i)));
+  }
+  return !PyErr_Occurred();
+}
+
+bool read_by_attributes(PyObject* tensor, TensorInfo& info) {
+  Ref dtype(PyObject_GetAttrString(tensor, "dtype"));
+  Ref name(dtype ? PyObject_Str(dtype.get()) : nullptr);
+  Ref sizes(PyObject_GetAttrString(tensor, "shape"));
+  Ref strides(PyObject_CallMethod(tensor, "stride", nullptr));
+  Ref data(PyObject_CallMethod(tensor, "data_ptr", nullptr));
+  Ref on_cpu(PyObject_GetAttrString(tensor, "is_cpu"));
+  const char* text = name ? PyUnicode_AsUTF8(name.get()) : nullptr;
+  info.own.clear();
+  const bool read = text && data && on_cpu && append_integers(sizes.get(), info.own) &&
+                    append_integers(strides.get(), info.own);
+  if (!read) return PyErr_Clear(), false;
+  if (!std::strcmp(text, "torch.float32")) info.dtype = DType::f32;
+  else if (!std::strcmp(text, "torch.bfloat16")) info.dtype = DType::bf16;
+  else if (!std::strcmp(text, "torch.float16")) info.dtype = DType::f16;
+  else if (!std::strcmp(text, "torch.float64")) info.dtype = DType::f64;
+  else return false;
+  info.data = PyLong_AsVoidPtr(data.get());
+  info.ndim = static_cast<int>(info.own.size() / 2);
+  info.sizes = info.own.data();
+  info.strides = info.own.data() + info.ndim;
+  info.on_cpu = on_cpu.get() == Py_True;
+  return true;
+}
+
+}  // namespace
+
+void set_tensor_class(PyObject* tensor_class) {
+  Ref capsule(PyObject_GetAttrString(tensor_class, "__dlpack_c_exchange_api__"));
+  if (!capsule) return PyErr_Clear();
+  auto* found = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
+  if (!found) return PyErr_Clear();
+  if (found->major == 1 && found->tensor_from_object) api = found;
+}
+
+bool has_exchange_api() { return api != nullptr; }
+
+bool read_tensor(PyObject* tensor, TensorInfo& info) {
+  if (!(api ? read_by_exchange(tensor, info) : read_by_attributes(tensor, info))) return false;
+  info.numel = 1;
+  for (int d = 0; d < info.ndim; ++d) info.numel *= info.sizes[d];
+  return info.data || info.numel == 0;
+}
+
+bool same_sizes(const TensorInfo& a, const TensorInfo& b) {
+  return a.ndim == b.ndim && !std::memcmp(a.sizes, b.sizes, size_t(a.ndim) * sizeof(int64_t));
+}
+
+bool same_strides(const TensorInfo& a, const TensorInfo& b) {
+  for (int d = 0; d < a.ndim; ++d) {
+    if (a.strides[d] != b.strides[d] && a.sizes[d] != 1) return false;
+  }
+  return true;
+}
+
+bool is_dense(const TensorInfo& t) {
+  int64_t expected = 1;
+  bool row_major = true;
+  for (int d = t.ndim - 1; d >= 0 && row_major; --d) {
+    row_major = t.sizes[d] == 1 || t.strides[d] == expected;
+    expected *= t.sizes[d];
+  }
+  if (row_major || t.numel == 0) return true;
+  // Any order of dimensions: each stride must be the product of the sizes of those with smaller strides.
+  std::vector<bool> used(size_t(t.ndim), false);
+  expected = 1;
+  for (int placed = 0; placed < t.ndim; ++placed) {
+    int next = -1;
+    for (int d = 0; d < t.ndim && next < 0; ++d) {
+      if (!used[size_t(d)] && (t.sizes[d] == 1 || t.strides[d] == expected)) next = d;
+    }
+    if (next < 0) return false;
+    used[size_t(next)] = true;
+    expected *= t.sizes[next];
+  }
+  return true;
+}
+
+}  // namespace fa
