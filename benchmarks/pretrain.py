@@ -1,0 +1,267 @@
+"""Pretrain a byte-level GPT on real text with gradient accumulation: ``python -m benchmarks.pretrain``.
+
+By default on the sources of Python's standard library, in about a minute on two CPU cores; on a GPU where there is
+one. Leaves log.jsonl, loss.png and checkpoint.pt in --out. Ctrl-C saves and stops, in mid-window too; --resume goes
+on, and ends with the very bits of a run never stopped (same machine, same number of threads). The lines to copy
+into a training loop are in benchmarks/loops.py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from benchmarks import JobError, train_state
+from benchmarks.batches import MicroBatches, Windows
+from benchmarks.run_log import Log, peak_memory, plot
+from benchmarks.settings import Request, as_dict, parse
+from benchmarks.side import Side
+from benchmarks.summary import comparison, readable, shown, size
+from benchmarks.text import bigram_loss, load_text
+
+CHECKPOINT = "checkpoint.pt"
+
+
+class Run:
+    """A run: its text, its sides, and how far it has come. ``position``, in micro-batches, is the data position too.
+
+    Raises JobError.
+    """
+
+    def __init__(self, request: Request):
+        self.out = Path(request.out)
+        saved = None
+        if request.resume is not None:
+            saved = train_state.load(Path(request.resume or self.out / CHECKPOINT))
+        self.settings = s = request.settings(saved and saved["settings"])
+        self.text = load_text(s.text, s.context, s.max_bytes)
+        if saved and saved["text"] != self.text.digest:
+            raise JobError(
+                f"--text: the bytes found ({self.text.description}) are not those the run to resume was trained "
+                "on; give the same text, or start a new run in another --out"
+            )
+        self.held_out = self.text.held_out.spread(s.eval_bytes)
+        self.bigram = bigram_loss(self.text.train, self.held_out)
+        self.batches = MicroBatches(self.text.train, s.passages, s.seed)
+        self.windows = Windows(s.microbatches, min(s.epoch, self.batches.per_pass))
+        self.end = self.windows.first(s.steps)
+        self.device = _device()
+        self.sides = [Side(name, s, self.device) for name in s.sides()]
+        self.position, self.tokens, self.seconds = 0, 0, 0.0
+        if saved:
+            self._restore(saved)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise JobError(f"cannot make the folder {self.out}: {error.strerror}; choose another --out") from error
+        self.log = Log(self.out / "log.jsonl", saved["log"] if saved else "")
+
+    def introduce(self) -> None:
+        """Print, and log, what is about to happen."""
+        s, model = self.settings, self.sides[0].model
+        parameters = sum(p.numel() for p in model.parameters())
+        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        print(f"text: {self.text.description}")
+        print(f"model: {parameters:,} parameters, {s.layers} layers of {s.model_width}, on {self.device}{threads}")
+        for side in self.sides:
+            print(f"optimizer {side.name}: {side.runs_on}")
+        print(f"{s.steps} steps; {self.windows.describe()}; a micro-batch is {s.passages} passages")
+        if self.position:
+            print(f"resumed after micro-batch {self.position} of {self.end}")
+        self.log.write(
+            "resumed" if self.position else "started",
+            settings=as_dict(s),
+            parameters=parameters,
+            device=str(self.device),
+            threads=torch.get_num_threads(),
+            torch=torch.__version__,
+            position=self.position,
+        )
+
+    def lr(self, window: int) -> float:
+        """Linear warm-up, then a cosine down to a twentieth."""
+        s = self.settings
+        warm = min(1.0, (window + 1) / (s.warmup + 1))
+        through = max(0, window - s.warmup) / max(1, s.steps - s.warmup)
+        return s.lr * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * through)))
+
+    def advance(self) -> bool:
+        """Train on the next micro-batch; two sides take turns by the window. True when a window was completed."""
+        window = self.windows.of(self.position)
+        window_end = self.windows.first(window + 1)
+        stop = window_end if len(self.sides) > 1 else self.position + 1
+        batches = [self.batches.get(k, self.windows, self.device) for k in range(self.position, stop)]
+        order = self.sides if window % 2 == 0 else self.sides[::-1]
+        for side in order:
+            # Both sides draw the same dropout.
+            with torch.random.fork_rng(enabled=side is not order[-1]):
+                for batch in batches:
+                    side.micro_batch(batch, self.lr(window))
+        self.position = stop
+        return stop == window_end
+
+    def log_window(self) -> dict[str, dict[str, Any]]:
+        """Log the window just completed; returns its lines by side."""
+        window = self.windows.of(self.position - 1)
+        first = self.windows.first(window)
+        tokens = sum(map(self.batches.tokens, range(first, self.position)))
+        self.tokens += tokens
+        lines = {}
+        for side in self.sides:
+            loss_sum, seconds = side.end_window()
+            self.seconds += seconds
+            lines[side.name] = line = {
+                "optimizer": side.name,
+                "step": window + 1,
+                "epoch": first // self.windows.epoch + 1,
+                "microbatches": self.position - first,
+                "tokens": tokens,
+                "loss": loss_sum / tokens,
+                "lr": self.lr(window),
+                "seconds": seconds,
+                "gradient_bytes": side.gradient_bytes,
+                "peak_bytes": peak_memory(self.device),
+            }
+            self.log.write("window", **line)
+        return lines
+
+    def log_held_out(self) -> str:
+        """Measure and log the held-out loss of every side; returns it in words."""
+        step = self.windows.of(self.position - 1) + 1
+        losses = {side.name: side.held_out_loss(self.held_out) for side in self.sides}
+        for name, loss in losses.items():
+            self.log.write("held-out", optimizer=name, step=step, loss=loss, bigram=self.bigram)
+        each = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        return f"step {step}: held-out loss {each}, bigram model {self.bigram:.4f} nats per byte"
+
+    def save(self) -> None:
+        content = {
+            "settings": as_dict(self.settings),
+            "text": self.text.digest,
+            "threads": torch.get_num_threads(),
+            "position": self.position,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "log": self.log.text(),
+            "sides": {side.name: side.state() for side in self.sides},
+        }
+        train_state.save(self.out / CHECKPOINT, content)
+
+    def report(self) -> None:
+        """Print, log and draw what came out."""
+        s = self.settings
+        if s.sample:
+            # Begins like the first held-out document does.
+            opening = bytes(self.text.held_out.stream[1:33].tolist()).partition(b"\n")[0]
+            text = self.sides[0].model.generate(b"\n" + opening, s.sample, temperature=0.8, seed=s.seed)
+            print("sample:\n    " + shown(opening + text).replace("\n", "\n    "))
+            self.log.write("sample", prompt=opening.decode(errors="replace"), text=text.decode(errors="replace"))
+        if s.compare:
+            print(comparison(self.log))
+        last = self.log.events("held-out")[-len(self.sides) :]
+        for line in last:
+            verdict = "below" if line["loss"] < self.bigram else "NOT below"
+            print(
+                f"{line['optimizer']}: held-out loss {line['loss']:.4f} nats per byte, {verdict} the bigram model's "
+                f"{self.bigram:.4f}"
+            )
+        plot(self.log, self.out / "loss.png", f"Byte-level GPT, {s.layers} layers of {s.model_width}")
+        print(
+            f"{self.tokens:,} tokens per optimizer, {self.seconds:.0f} s of training, peak memory "
+            f"{size(peak_memory(self.device))}; log.jsonl, loss.png and {CHECKPOINT} are in {self.out}"
+        )
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        for side in self.sides:
+            side.restore(saved["sides"][side.name])
+        self.position, self.tokens, self.seconds = saved["position"], saved["tokens"], saved["seconds"]
+        train_state.restore_random_state(saved)
+        if saved["threads"] != torch.get_num_threads():
+            print(
+                f"note: saved with {saved['threads']} threads, resumed with {torch.get_num_threads()}: the result "
+                "may differ in the last bits from that of a run never stopped"
+            )
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # A resumed run ends with the same bits only where kernels do not race; cuBLAS reads this at its first use.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return torch.device("cuda")
+
+
+class StopRequest:
+    """While inside, the first SIGINT or SIGTERM is only noted, in ``signal``; a second one acts as ever."""
+
+    def __enter__(self) -> StopRequest:
+        self.signal: int | None = None
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.signal = number
+        signal.signal(number, self._before[number])
+
+
+def train(run: Run, stop: StopRequest) -> bool:
+    """Train to the end, or to the end of the micro-batch in which a stop was requested; returns whether to the end.
+
+    Saves with every held-out loss, at the end, and when stopped.
+    """
+    from tqdm import tqdm
+
+    s = run.settings
+    done = run.windows.of(run.position)
+    seconds = 0.5 if sys.stderr.isatty() else 10  # between two drawings: in a file each is a line
+    with tqdm(total=s.steps, initial=done, unit="step", dynamic_ncols=True, mininterval=seconds) as bar:
+        while run.position < run.end and stop.signal is None:
+            if not run.advance():
+                continue
+            bar.set_postfix_str(readable(run.log_window()), refresh=False)
+            bar.update()
+            if bar.n % s.eval_every == 0 or run.position == run.end:
+                bar.write(run.log_held_out())
+                run.save()
+    if run.position < run.end:
+        run.save()
+    return run.position == run.end
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0 at the end, 1 after an error, 128 plus the signal's number when stopped by one."""
+    request = parse(arguments)
+    try:
+        import matplotlib  # noqa: F401 - found missing before the run, not after it
+        import tqdm  # noqa: F401
+    except ImportError as error:
+        print(f"pretrain: {error}; pip install -e '.[bench]'", file=sys.stderr)
+        return 1
+    with StopRequest() as stop:
+        try:
+            run = Run(request)
+            run.introduce()
+            if not train(run, stop):
+                print(f"stopped after micro-batch {run.position} of {run.end}; go on with --resume --out {run.out}")
+                return 128 + stop.signal
+            run.report()
+        except JobError as error:
+            print(f"pretrain: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,365 @@
+"""The main job, in a configuration of seconds: it learns, resumes to the bit, divides short windows right."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import JobError, pretrain, train_state
+from benchmarks.batches import IGNORED, MicroBatches, Windows, pad
+from benchmarks.gpt import GPT
+from benchmarks.settings import parse
+from benchmarks.side import Side
+from benchmarks.text import bigram_loss, load_text
+
+ROOT = Path(__file__).parents[1]
+OPTIMIZERS = ["fused", "torch"]
+# Windows of 4, 4 and 2 micro-batches; dropout, so that a lost random state shows.
+OPTIONS = {
+    "--model-width": 32, "--heads": 2, "--layers": 2, "--context": 48, "--dropout": 0.1,
+    "--passages": 4, "--microbatches": 4, "--epoch": 10, "--steps": 9, "--lr": 0.01, "--warmup": 2,
+    "--eval-every": 4, "--eval-bytes": 2000, "--sample": 20,
+}  # fmt: skip
+TINY = [str(x) for option in OPTIONS.items() for x in option]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_same_start):
+    torch.set_num_threads(1)  # _same_start puts the number back
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A folder of documents of very different lengths."""
+    folder = tmp_path_factory.mktemp("text")
+    for k, path in enumerate(sorted((ROOT / "fused_accum").glob("*.py"))):
+        (folder / path.name).write_bytes(path.read_bytes()[: 500 + 700 * k])
+    return folder
+
+
+@pytest.fixture
+def job(text, tmp_path):
+    """Runs the job in this process, on the folder of text, into a folder of its own; returns that folder."""
+
+    def run(*options, out="run", status=0):
+        assert pretrain.main(["--text", str(text), "--out", str(tmp_path / out), *TINY, *options]) == status
+        return tmp_path / out
+
+    return run
+
+
+def events(out, kind):
+    lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == kind]
+
+
+def leaves(tree, path=""):
+    if isinstance(tree, dict | list):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, value in items:
+            yield from leaves(value, f"{path}/{key}")
+    else:
+        yield path, tree
+
+
+def assert_same_end(a, b):
+    """Two runs ended with the same bits: weights, moments, random state, data position, losses in the log."""
+    left, right = (train_state.load(out / "checkpoint.pt") for out in (a, b))
+    for content in left, right:
+        del content["log"], content["seconds"]
+    for (path, x), (other, y) in zip(leaves(left), leaves(right), strict=True):
+        assert path == other
+        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, path
+    for kind in "window", "held-out", "sample":
+        rows = [[{k: v for k, v in e.items() if k not in UNSTEADY} for e in events(out, kind)] for out in (a, b)]
+        assert rows[0] == rows[1]
+
+
+UNSTEADY = {"seconds", "peak_bytes"}
+
+
+def interrupt_after(monkeypatch, micro_batches):
+    """A SIGINT arrives while that micro-batch (of either side) is computed."""
+    original, count = Side.micro_batch, 0
+
+    def micro_batch(self, *arguments):
+        nonlocal count
+        original(self, *arguments)
+        count += 1
+        if count == micro_batches:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Side, "micro_batch", micro_batch)
+
+
+# -- training -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_learns_and_leaves_log_plot_and_checkpoint(job, capsys, optimizer):
+    out = job("--optimizer", optimizer, "--steps", "40", "--dropout", "0", "--epoch", "50")
+    windows, held_out = events(out, "window"), events(out, "held-out")
+    assert [w["step"] for w in windows] == list(range(1, 41))
+    assert windows[0]["loss"] > 5
+    assert windows[-1]["loss"] < 3.6
+    assert held_out[-1]["step"] == 40
+    assert held_out[-1]["loss"] < 3.6
+    assert all(w["tokens"] > 0 and w["gradient_bytes"] > 0 and w["peak_bytes"] > 2**20 for w in windows)
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "an epoch is 50 micro-batches: 12 windows of 4 and a last one of 2" in printed
+    assert f"bigram model's {held_out[-1]['bigram']:.4f}" in printed
+
+
+def test_fused_and_torch_agree_and_are_compared(job, capsys):
+    out = job("--compare")
+    ours, theirs = ([w for w in events(out, "window") if w["optimizer"] == side] for side in OPTIMIZERS)
+    assert len(ours) == len(theirs) == 9
+    for a, b in zip(ours, theirs):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    assert ours[0]["loss"] == theirs[0]["loss"]  # same weights, batches and dropout
+    assert ours[-1]["loss"] < ours[0]["loss"] - 0.3
+    # explicit mode holds the buffer and one micro-batch's gradients, torch the gradients
+    n_bytes = 4 * sum(p.numel() for p in GPT(32, 2, 2, 32).parameters())
+    assert theirs[-1]["gradient_bytes"] == n_bytes
+    assert ours[-1]["gradient_bytes"] == 2 * n_bytes
+    printed = capsys.readouterr().out
+    assert "held-out loss" in printed
+    assert "9 interleaved windows" in printed
+
+
+# -- resuming -----------------------------------------------------------------------------------------------
+
+
+# After 6 micro-batches a window is half done, after 8 one is complete, after 9 the short one is half done.
+@pytest.mark.parametrize("micro_batches", [1, 6, 8, 9])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_interrupted_and_resumed_ends_with_the_same_bits(job, monkeypatch, optimizer, micro_batches):
+    whole = job("--optimizer", optimizer, out="whole")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, micro_batches)
+        out = job("--optimizer", optimizer, status=128 + signal.SIGINT)
+    assert train_state.load(out / "checkpoint.pt")["position"] == micro_batches
+    job("--optimizer", optimizer, "--resume")
+    assert_same_end(whole, out)
+
+
+def test_comparison_resumes_too(job, monkeypatch):
+    whole = job("--compare", out="whole")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 13)  # in the second window, which is finished for both sides
+        out = job("--compare", status=128 + signal.SIGINT)
+    assert train_state.load(out / "checkpoint.pt")["position"] == 8
+    job("--resume")
+    assert_same_end(whole, out)
+
+
+def test_resumes_into_another_folder_with_the_whole_log(job, tmp_path, monkeypatch):
+    whole = job(out="whole")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 6)
+        job(out="first", status=128 + signal.SIGINT)
+    assert_same_end(whole, job("--resume", str(tmp_path / "first" / "checkpoint.pt"), out="second"))
+
+
+def test_sigint_from_outside_saves_and_stops(job, text, tmp_path):
+    out = tmp_path / "outside"
+    steps = ["--steps", "120", "--eval-every", "120"]
+    command = [sys.executable, "-m", "benchmarks.pretrain", "--text", str(text), "--out", str(out), *TINY, *steps]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        while process.poll() is None and not ((out / "log.jsonl").exists() and len(events(out, "window")) > 2):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=120)[0].decode()
+    finally:
+        process.kill()
+    assert process.returncode == 130, printed
+    assert "go on with --resume" in printed
+    position = train_state.load(out / "checkpoint.pt")["position"]
+    assert 0 < position < 400
+    resumed = subprocess.run([*command, "--resume"], cwd=ROOT, env=environment, capture_output=True, check=False)
+    assert resumed.returncode == 0, resumed.stderr.decode()
+    assert f"resumed after micro-batch {position} of 400" in resumed.stdout.decode()
+    assert_same_end(job(*steps, out="whole"), out)
+
+
+def test_a_failed_save_keeps_the_last_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.pt"
+    train_state.save(path, {"position": 1})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(JobError, match=r"No space left on device.*written before is still there"):
+            train_state.save(path, {"position": 2})
+    assert train_state.load(path)["position"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+# -- windows and weights ------------------------------------------------------------------------------------
+
+
+def members(windows, window):
+    return range(windows.first(window), windows.first(window + 1))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("size", [4, 2], ids=["full", "short"])
+def test_a_window_is_one_batch_over_its_tokens(text, tmp_path, optimizer, size):
+    """The first moment after one update is (1 - beta1) times the gradient of the mean over all the tokens."""
+    run = pretrain.Run(
+        parse(["--text", str(text), "--out", str(tmp_path), *TINY, "--dropout", "0", "--optimizer", optimizer])
+    )
+    side = run.sides[0]
+    for p in side.model.parameters():
+        torch.nn.init.normal_(p, std=0.2)  # branches that start at zero would leave most gradients zero
+    windows = ([run.batches.get(k, run.windows, run.device) for k in members(run.windows, w)] for w in range(100))
+    batches = next(w for w in windows if len(w) == size and len({b.tokens for b in w}) == size)
+    assert [b.ends_window for b in batches] == [*[False] * (size - 1), True]
+
+    total = sum(
+        torch.nn.functional.cross_entropy(
+            side.model(b.inputs).flatten(0, 1), b.targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        for b in batches
+    )
+    tokens = sum(int((b.targets != IGNORED).sum()) for b in batches)
+    expected = torch.autograd.grad(total / tokens, list(side.model.parameters()))
+    for batch in batches:
+        side.micro_batch(batch, lr=0.0)
+    for p, gradient in zip(side.model.parameters(), expected):
+        exp_avg = side.optimizer.state[p]["exp_avg"]
+        torch.testing.assert_close(exp_avg, 0.1 * gradient, rtol=1e-4, atol=1e-7)
+    loss_sum, _ = side.end_window()
+    assert loss_sum == pytest.approx(total.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("size", "epoch"), [(4, 10), (4, 8), (3, 1), (1, 5), (8, 3)])
+def test_windows_cover_every_micro_batch_once(size, epoch):
+    windows = Windows(size, epoch)
+    each = [members(windows, w) for w in range(12)]
+    assert [k for m in each for k in m] == list(range(windows.first(12)))
+    assert all(windows.of(k) == w for w, m in enumerate(each) for k in m)
+    assert all(0 < len(m) <= size for m in each)
+    assert all(len({k // epoch for k in m}) == 1 for m in each), "a window crosses the end of an epoch"
+
+
+# -- text ---------------------------------------------------------------------------------------------------
+
+
+def test_every_byte_is_predicted_once_and_a_pass_holds_every_passage(text):
+    loaded = load_text(str(text), context=32, max_bytes=1 << 20)
+    documents = [path.read_bytes() for path in sorted(text.iterdir())]
+    held_out = [d for k, d in enumerate(documents) if k % 10 == 5]
+    predicted = []
+    for k in range(len(loaded.held_out.starts)):
+        inputs, targets = pad(loaded.held_out, torch.tensor([k]))
+        assert inputs[0, 1:].tolist() == targets[0, :-1].tolist()
+        predicted += targets[0].tolist()
+    assert bytes(predicted) == b"".join(held_out)
+
+    batches = MicroBatches(loaded.train, batch=4, seed=0)
+    for number in 0, 1:
+        order = [batches.passages_of(number * batches.per_pass + k) for k in range(batches.per_pass)]
+        assert sorted(torch.cat(order).tolist()) == list(range(len(loaded.train.starts)))
+    tokens = [batches.tokens(k) for k in range(batches.per_pass)]
+    assert max(tokens) > 1.5 * min(tokens)
+
+
+def test_bigram_is_the_add_one_model(tmp_path):
+    (tmp_path / "abab").write_bytes(b"ab" * 500)
+    loaded = load_text(str(tmp_path / "abab"), context=16, max_bytes=1 << 20)
+    # 900 bytes to train on: a follows the newline once and b 449 times, b follows a 450 times; then 100 held out.
+    after = {"\n": 2 / 257, "a": 451 / 706, "b": 450 / 705}
+    log = {key: torch.tensor(value, dtype=torch.float64).log().item() for key, value in after.items()}
+    expected = -(log["\n"] + 50 * log["a"] + 49 * log["b"]) / 100
+    assert bigram_loss(loaded.train, loaded.held_out) == pytest.approx(expected, rel=1e-12)
+
+
+# -- errors -------------------------------------------------------------------------------------------------
+
+
+def refused(capsys, *options, status=1):
+    """The one line on stderr of a run that is refused."""
+    try:
+        result = pretrain.main(list(options))
+    except SystemExit as exit_:
+        result = exit_.code
+    assert result == status
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    return message.strip().splitlines()[-1]
+
+
+def test_unusable_text_is_refused(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "out")]
+    assert "no such file or folder" in refused(capsys, "--text", str(tmp_path / "nowhere"), *out)
+    (tmp_path / "empty").mkdir()
+    assert "no text in it" in refused(capsys, "--text", str(tmp_path / "empty"), *out)
+    (tmp_path / "small").write_text("too little")
+    assert "too small: 9 bytes to train on" in refused(capsys, "--text", str(tmp_path / "small"), *out)
+    (tmp_path / "binary").write_bytes(b"\0\1" * 4000)
+    assert "binary" in refused(capsys, "--text", str(tmp_path / "binary"), *out)
+
+
+def test_unusable_checkpoint_is_refused(text, tmp_path, capsys):
+    common = ["--text", str(text), "--out", str(tmp_path), *TINY, "--resume"]
+    assert "no checkpoint" in refused(capsys, *common)
+    for content in b"", b"not a checkpoint", b"PK\3\4 nor this":
+        (tmp_path / "checkpoint.pt").write_bytes(content)
+        assert "as a checkpoint" in refused(capsys, *common)
+    torch.save({"model": {}}, tmp_path / "checkpoint.pt")
+    assert "not a checkpoint of this program" in refused(capsys, *common)
+
+
+def test_resuming_with_other_settings_names_them(job, text, tmp_path, capsys):
+    out = job("--steps", "1", "--sample", "0")
+    common = ["--out", str(out), "--resume"]
+    for option, value in ("--layers", "3"), ("--lr", "0.5"), ("--optimizer", "torch"), ("--steps", "7"):
+        assert refused(capsys, *common, option, value).startswith(f"pretrain: {option} is {value}, but the run")
+    (tmp_path / "other").write_bytes(b"other text\n" * 500)
+    assert "--text: the bytes found" in refused(capsys, *common, "--text", str(tmp_path / "other"))
+    assert pretrain.main([*common, "--sample", "5"]) == 0  # what does not change the training may change
+
+
+def test_unwritable_folder_is_refused(text, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    message = refused(capsys, "--text", str(text), *TINY, "--out", str(tmp_path / "file" / "out"))
+    assert "cannot make the folder" in message
+    (tmp_path / "out" / "log.jsonl").mkdir(parents=True)
+    assert "cannot write" in refused(capsys, "--text", str(text), *TINY, "--out", str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "--steps: 0 must be a whole number of at least 1"),
+        (["--steps", "many"], "--steps: 'many' must be a whole number"),
+        (["--microbatches", "2.5"], "--microbatches: '2.5' must be a whole number"),
+        (["--lr", "nan"], "--lr: nan must be a number above 0"),
+        (["--lr", "0"], "--lr: 0 must be a number above 0"),
+        (["--lr", "-1"], "--lr: -1 must be a number above 0"),
+        (["--weight-decay", "inf"], "--weight-decay: inf must be a number of at least 0"),
+        (["--dropout", "1"], "--dropout: 1 must be a number of at least 0 and below 1"),
+        (["--mode", "magic"], "--mode: invalid choice"),
+    ],
+)
+def test_bad_numbers_are_refused(capsys, options, message):
+    assert message in refused(capsys, *options, status=2)
+
+
+def test_contradictory_options_are_refused(text, capsys):
+    assert "multiple of 6" in refused(capsys, "--model-width", "64", "--heads", "3")
+    assert "--compare trains with both" in refused(capsys, "--compare", "--optimizer", "torch")
+    options = ["--text", str(text), *TINY]
+    assert "--backend nonsense" in refused(capsys, *options, "--backend", "nonsense")
