@@ -14,7 +14,7 @@ from . import _native, report
 from .optimizer import FusedAccumAdamW
 
 # Around vector and chunk boundaries, empty, 0-dim and strided.
-SHAPES = ((0,), (), (1,), (17,), (257, 33), (64, 32), (100_003,))
+SHAPES = ((0,), (), (1,), (17,), (257, 33), (64, 32), (10_007,))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MICROBATCHES = (1, 3)  # from the gradient; first write, add and the last add in the update
 WINDOWS = 3

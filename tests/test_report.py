@@ -118,6 +118,7 @@ class Forgetful(Reference):
 @pytest.mark.parametrize("wrong", [Shrinking, Forgetful])
 def test_selftest_finds_a_wrong_backend(monkeypatch, capsys, wrong):
     monkeypatch.setitem(registry(), "wrong", wrong())
+    monkeypatch.setattr(selftest, "candidates", lambda: [("wrong", torch.device("cpu"), "")])
     assert selftest.main() == 1
     assert "FAILED" in next(x for x in capsys.readouterr().out.splitlines() if x.startswith("wrong"))
 
