@@ -35,4 +35,7 @@ PYBIND11_MODULE(_C, m) {
       .def("step", &Table::step)
       .def("drop_gradients", &Table::drop_gradients)
       .def("release", &Table::release);
+
+  m.def("accumulate_lists", &fa::accumulate_lists);
+  m.def("step_lists", &fa::step_lists);
 }

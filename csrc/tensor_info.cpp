@@ -104,7 +104,30 @@ bool read_by_attributes(PyObject* tensor, TensorInfo& info) {
 
 }  // namespace
 
+void TensorAttribute::bind(PyObject* tensor_class) {
+  Ref descriptor(PyObject_GetAttr(tensor_class, name_));
+  if (!descriptor) return PyErr_Clear();
+  if (Py_TYPE(descriptor.get()) != &PyGetSetDescr_Type) return;
+  accessors_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor.get())->d_getset;  // static in libtorch_python
+}
+
+PyObject* TensorAttribute::get(PyObject* tensor) const {
+  return accessors_ ? accessors_->get(tensor, accessors_->closure) : PyObject_GetAttr(tensor, name_);
+}
+
+int TensorAttribute::set(PyObject* tensor, PyObject* value) const {
+  return accessors_ && accessors_->set ? accessors_->set(tensor, value, accessors_->closure)
+                                       : PyObject_SetAttr(tensor, name_, value);
+}
+
+TensorAttributes& tensor_attributes() {
+  static TensorAttributes all;
+  return all;
+}
+
 void set_tensor_class(PyObject* tensor_class) {
+  tensor_attributes().grad.bind(tensor_class);
+  tensor_attributes().requires_grad.bind(tensor_class);
   Ref capsule(PyObject_GetAttrString(tensor_class, "__dlpack_c_exchange_api__"));
   if (!capsule) return PyErr_Clear();
   auto* found = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));

@@ -21,6 +21,25 @@ struct TensorInfo {
   std::vector<int64_t> own;
 };
 
+// One attribute of torch.Tensor, read and written through its C accessors where the class has them: without the
+// attribute look-up, which costs as much as the access. For instances of torch.Tensor and torch.nn.Parameter proper.
+class TensorAttribute {
+ public:
+  explicit TensorAttribute(const char* name) : name_(PyUnicode_InternFromString(name)) {}
+  void bind(PyObject* tensor_class);
+  PyObject* get(PyObject* tensor) const;              // a new reference, or null with a Python error
+  int set(PyObject* tensor, PyObject* value) const;   // 0, or -1 with a Python error
+
+ private:
+  PyObject* name_;
+  PyGetSetDef* accessors_ = nullptr;
+};
+
+struct TensorAttributes {
+  TensorAttribute grad{"grad"}, requires_grad{"requires_grad"};
+};
+TensorAttributes& tensor_attributes();
+
 // Must be called once, with torch.Tensor, before read_tensor. Uses the DLPack C exchange API of the class where it
 // has one (about 50 ns a tensor), else the tensor's Python attributes.
 void set_tensor_class(PyObject* tensor_class);

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from .. import checks
 from ..buckets import Bucket
+from ..rows import Rows
 from ..state import PARAMETER_DTYPES, Hyper
 from .base import Backend
 
@@ -47,10 +48,10 @@ class NativeBucket(Bucket):
         """Check everything in Python, which raises or makes buffers, and replace gradients the table cannot read."""
         super().collect(buffers)
         for i, (p, g) in enumerate(zip(self.params, self.grads)):
+            self.table.accept(type(p))
             if g is None and not self.present[i]:
                 continue
             self.check(i, g)
-            self.table.accept(type(p))
             if g is not None and (type(g) is not Tensor or g.is_neg() or g._is_zerotensor()):
                 p.grad = checks.plain_gradient(g)
         self.grads = None
@@ -104,6 +105,20 @@ class Cpu(Backend):
         except RuntimeError as error:
             return str(error)
         return None
+
+    def accumulate(
+        self, accums: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool], scale: float
+    ) -> None:
+        _C.accumulate_lists(list(accums), list(grads), list(first), scale, torch.get_num_threads())
+
+    def adamw(self, rows: Rows) -> None:
+        accums = [a if present else None for a, present in zip(rows.accums, rows.present)]
+        _C.step_lists(
+            list(rows.params), list(rows.grads), accums, list(rows.exp_avgs), list(rows.exp_avg_sqs),
+            list(rows.max_exp_avg_sqs), list(rows.steps), list(rows.groups), [_C.Hyper(h) for h in rows.hypers],
+            [PARAMETER_DTYPES.index(dtype) for dtype in rows.accum_dtypes], rows.scale, rows.coefficient,
+            torch.get_num_threads(),
+        )  # fmt: skip
 
 
 BACKEND = Cpu()
