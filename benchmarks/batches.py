@@ -62,14 +62,16 @@ class MicroBatches:
         self.batch = batch
         self.seed = seed
         self.per_pass = -(-len(passages.starts) // batch)
-        self._order: tuple[int, list[torch.Tensor]] = (-1, [])
+        self._orders: dict[int, list[torch.Tensor]] = {}
 
     def passages_of(self, micro_batch: int) -> torch.Tensor:
         """int64 indices of the passages of ``micro_batch``."""
         number, position = divmod(micro_batch, self.per_pass)
-        if self._order[0] != number:
-            self._order = (number, self._shuffle(number))
-        return self._order[1][position]
+        if number not in self._orders:
+            # A window may reach from one pass into the next.
+            self._orders = {k: order for k, order in self._orders.items() if k == number - 1}
+            self._orders[number] = self._shuffle(number)
+        return self._orders[number][position]
 
     def tokens(self, micro_batch: int) -> int:
         return int(self.passages.lengths[self.passages_of(micro_batch)].sum())

@@ -116,6 +116,11 @@ class Run:
         lines = {}
         for side in self.sides:
             loss_sum, seconds = side.end_window()
+            if not math.isfinite(loss_sum):
+                raise JobError(
+                    f"the loss of step {window + 1} ({side.name}) is {loss_sum}; try a lower --lr or a longer "
+                    "--warmup (checkpoints are saved while it is finite)"
+                )
             self.seconds += seconds
             lines[side.name] = line = {
                 "optimizer": side.name,
@@ -196,6 +201,7 @@ def _device() -> torch.device:
     # A resumed run ends with the same bits only where kernels do not race; cuBLAS reads this at its first use.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no result
     return torch.device("cuda")
 
 

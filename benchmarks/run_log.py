@@ -22,12 +22,10 @@ class Log:
             self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         except OSError as error:
             raise JobError(f"cannot write {path}: {error.strerror}; choose another --out") from error
-        self._file.write(text)
-        self._file.flush()
+        self._append(text)
 
     def write(self, event: str, **values: Any) -> None:
-        self._file.write(json.dumps({"event": event, **values}) + "\n")
-        self._file.flush()
+        self._append(json.dumps({"event": event, **values}) + "\n")
 
     def text(self) -> str:
         """All that was written so far, before a resume too."""
@@ -38,8 +36,12 @@ class Log:
         lines = map(json.loads, self.text().splitlines())
         return [line for line in lines if line["event"] == event]
 
-    def close(self) -> None:
-        self._file.close()
+    def _append(self, text: str) -> None:
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            raise JobError(f"cannot write {self.path}: {error.strerror}") from error
 
 
 def peak_memory(device: torch.device) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -108,6 +109,13 @@ def _number(kind: type, at_least: float, below: float = math.inf, *, above: floa
     return parse
 
 
+def _path(text: str) -> str:
+    """Absolute: the run may be resumed from another folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path; name a file or folder, or leave the option out")
+    return os.path.abspath(text)
+
+
 def parse(arguments: list[str] | None) -> Request:
     """Parse ``arguments`` (None: sys.argv). Exits with status 2 and a message that names the option."""
     default = Settings()
@@ -123,7 +131,7 @@ def parse(arguments: list[str] | None) -> Request:
         parser.add_argument(name, help=help if value is None else f"{help} (default: {value})", **options)
 
     positive, share = _number(int, 1), _number(float, 0, 1)
-    add("--text", "file or folder to train on (default: the sources of Python's standard library)")
+    add("--text", "file or folder to train on (default: the sources of Python's standard library)", type=_path)
     add("--max-bytes", "read no more than this much text", type=positive)
     add("--model-width", "features per position", type=positive)
     add("--layers", "blocks", type=positive)

@@ -28,18 +28,23 @@ class Side:
     def __init__(self, name: str, settings: Settings, device: torch.device):
         self.name = name
         torch.manual_seed(settings.seed)
-        self.model = GPT(
-            settings.model_width, settings.layers, settings.heads, settings.context, settings.dropout
-        ).to(device)
-        groups = self.model.parameter_groups(settings.weight_decay)
+        s = settings
+        try:
+            self.model = GPT(s.model_width, s.layers, s.heads, s.context, s.dropout).to(device)
+        except (MemoryError, RuntimeError) as error:
+            raise JobError(
+                f"cannot make a model of --layers {s.layers}, --model-width {s.model_width}: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from error
+        groups = self.model.parameter_groups(s.weight_decay)
         if name == "fused":
             try:
-                self.optimizer = FusedAccumAdamW(groups, betas=BETAS, backend=settings.backend)
+                self.optimizer = FusedAccumAdamW(groups, betas=BETAS, backend=s.backend)
                 rows = self.optimizer.backends
             except (ValueError, RuntimeError) as error:
-                raise JobError(f"--backend {settings.backend}: {error}") from error
+                raise JobError(f"--backend {s.backend}: {error}") from error
             self.runs_on = ", ".join(f"{row.parameters} tensors on backend {row.backend}" for row in rows)
-            self._learn = MODES[settings.mode]
+            self._learn = MODES[s.mode]
         else:
             self.optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
             self.runs_on = "torch.optim.AdamW(fused=True)"

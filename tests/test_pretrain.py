@@ -351,11 +351,17 @@ def test_unwritable_folder_is_refused(text, tmp_path, capsys):
         (["--lr", "-1"], "--lr: -1 must be a number above 0"),
         (["--weight-decay", "inf"], "--weight-decay: inf must be a number of at least 0"),
         (["--dropout", "1"], "--dropout: 1 must be a number of at least 0 and below 1"),
+        (["--text", ""], "--text: an empty path"),
         (["--mode", "magic"], "--mode: invalid choice"),
     ],
 )
 def test_bad_numbers_are_refused(capsys, options, message):
     assert message in refused(capsys, *options, status=2)
+
+
+def test_divergence_is_reported(job, capsys):
+    job("--lr", "1e30", "--dropout", "0", status=1)
+    assert "try a lower --lr" in capsys.readouterr().err
 
 
 def test_contradictory_options_are_refused(text, capsys):
