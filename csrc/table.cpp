@@ -1,9 +1,6 @@
 #include "table.h"
 
 #include <algorithm>
-#include <cmath>
-#include <stdexcept>
-#include <string>
 
 namespace fa {
 namespace {
@@ -45,120 +42,7 @@ bool has_internal_overlap(const TensorInfo& t) {
   return false;
 }
 
-// Operands of one row: in one linear pass where all have the same dense strides, else each by its own.
-void fill(Row& row, const Entry& e, bool steps) {
-  struct Part {
-    Operand* operand;
-    const TensorInfo* info;
-  };
-  const Part parts[] = {{row.has_grad ? &row.grad : nullptr, &e.g},
-                        {row.has_accum || !steps ? &row.accum : nullptr, &e.a},
-                        {steps ? &row.param : nullptr, &e.p},
-                        {steps ? &row.exp_avg : nullptr, &e.m},
-                        {steps ? &row.exp_avg_sq : nullptr, &e.v},
-                        {steps && row.amsgrad ? &row.max_exp_avg_sq : nullptr, &e.v_max}};
-  const TensorInfo& model = steps ? e.p : e.a;
-  bool linear = is_dense(model);
-  for (const Part& part : parts) {
-    if (!part.operand) continue;
-    part.operand->data = part.info->data;
-    part.operand->dtype = part.info->dtype;
-    linear = linear && same_strides(*part.info, model);
-  }
-  row.numel = model.numel;
-  row.ndim = model.ndim;
-  row.sizes = model.sizes;
-  for (const Part& part : parts) {
-    if (part.operand) part.operand->strides = linear ? nullptr : part.info->strides;
-  }
-}
-
-bool read_step(Entry& e, const TensorInfo& step) {
-  e.step_data = step.data;
-  e.step_is_double = step.dtype == DType::f64;
-  return step.numel == 1 && step.on_cpu && (step.dtype == DType::f32 || step.dtype == DType::f64);
-}
-
-// Rows of one step; adding one counts its update.
-struct StepRows {
-  const std::vector<Hyper>& hypers;
-  double scale, coefficient;
-  std::vector<Row> rows;
-  int group_before = -1;
-  double t_before = 0;
-  StepScalars<double> scalars{};
-
-  void add(const Entry& e, bool has_accum, DType accum_dtype) {
-    const Hyper& hyper = hypers.at(size_t(e.group));
-    const double t = e.step_is_double ? *static_cast<double*>(e.step_data) += 1
-                                      : double(*static_cast<float*>(e.step_data) += 1);
-    if (e.group != group_before || t != t_before) scalars = hyper.scalars(t, scale, coefficient);
-    group_before = e.group;
-    t_before = t;
-    Row row;
-    row.has_grad = e.has_grad();
-    row.has_accum = has_accum;
-    row.amsgrad = hyper.amsgrad;
-    row.accum_dtype = e.p.dtype == DType::f64 ? DType::f64 : accum_dtype;
-    row.scalars = scalars;
-    fill(row, e, true);
-    rows.push_back(row);
-  }
-
-  void run(bool one_by_one, int threads) const {
-    py::gil_scoped_release release;
-    if (one_by_one) {
-      for (const Row& row : rows) cpu_step(&row, 1, threads);
-    } else {
-      cpu_step(rows.data(), int64_t(rows.size()), threads);
-    }
-  }
-};
-
-// Whether parameters share memory; they are then updated one after the other, as torch does.
-bool overlap(const std::vector<Entry>& entries) {
-  std::vector<std::pair<char*, char*>> spans;  // first byte, one past the last
-  for (const Entry& e : entries) {
-    if (!e.p.data || !e.p.numel) continue;
-    int64_t last = 0;
-    for (int d = 0; d < e.p.ndim; ++d) last += (e.p.sizes[d] - 1) * e.p.strides[d];
-    char* first = static_cast<char*>(e.p.data);
-    spans.emplace_back(first, first + (last + 1) * int64_t(size_of(e.p.dtype)));
-  }
-  std::sort(spans.begin(), spans.end());
-  for (size_t i = 1; i < spans.size(); ++i) {
-    if (spans[i].first < spans[i - 1].second) return true;
-  }
-  return false;
-}
-
 }  // namespace
-
-Hyper::Hyper(py::handle tuple) {
-  auto at = [&](int i) { return tuple.attr("__getitem__")(i); };
-  lr = at(0).cast<double>();
-  beta1 = at(1).cast<double>();
-  beta2 = at(2).cast<double>();
-  eps = at(3).cast<double>();
-  weight_decay = at(4).cast<double>();
-  maximize = at(5).cast<bool>();
-  amsgrad = at(6).cast<bool>();
-}
-
-StepScalars<double> Hyper::scalars(double t, double scale, double coefficient) const {
-  StepScalars<double> s;
-  s.scale = scale;
-  s.coefficient = maximize ? -coefficient : coefficient;
-  s.decay = 1 - lr * weight_decay;
-  s.one_minus_beta1 = 1 - beta1;
-  s.minus_beta1 = -beta1;
-  s.beta2 = beta2;
-  s.one_minus_beta2 = 1 - beta2;
-  s.minus_step_size = -lr / (1 - std::pow(beta1, t));
-  s.inverse_sqrt_bias_correction2 = 1 / std::sqrt(1 - std::pow(beta2, t));
-  s.eps = eps;
-  return s;
-}
 
 Table::Table(py::list params, std::vector<int> groups, py::object increment_version)
     : entries_(params.size()), increment_version_(std::move(increment_version)) {
@@ -319,16 +203,15 @@ bool Table::parameters_overlap() {
 
 void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale,
                  double coefficient, int threads) {
-  StepRows step{hypers, scale, coefficient};
-  step.rows.reserve(entries_.size());
+  StepRows step(hypers, scale, coefficient, entries_.size());
   std::vector<PyObject*> written;  // the buffers' version counters stay: nobody else sees them
   written.reserve(entries_.size() * 5);
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& e = entries_[i];
     if (!e.steps) continue;
-    step.add(e, bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype));
+    const Row& row = step.add(e, bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype));
     for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq, &e.step}) written.push_back(tensor->ptr());
-    if (step.rows.back().amsgrad) written.push_back(e.max_exp_avg_sq.ptr());
+    if (row.amsgrad) written.push_back(e.max_exp_avg_sq.ptr());
   }
   step.run(parameters_overlap(), threads);
   std::fill_n(bytes_of(present), entries_.size(), 0);
@@ -351,58 +234,6 @@ void Table::drop_gradients() {
 
 void Table::release() {
   for (Entry& e : entries_) e.grad = py::object();
-}
-
-namespace {
-
-void read_item(const py::list& list, size_t i, py::object& object, TensorInfo& info, const char* what) {
-  object = list[i];
-  if (object.is_none()) return;
-  if (!read_tensor(object.ptr(), info) || !info.on_cpu) {
-    throw std::invalid_argument(std::string(what) + " " + std::to_string(i) + " is not a CPU tensor of a supported dtype");
-  }
-}
-
-}  // namespace
-
-void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale, int threads) {
-  std::vector<Entry> entries(accums.size());
-  std::vector<Row> rows(entries.size());
-  for (size_t i = 0; i < entries.size(); ++i) {
-    read_item(accums, i, entries[i].accum, entries[i].a, "accum");
-    read_item(grads, i, entries[i].grad, entries[i].g, "grad");
-    rows[i].has_grad = true;
-    rows[i].has_accum = !first.at(i);
-    fill(rows[i], entries[i], false);
-  }
-  py::gil_scoped_release release;
-  cpu_accumulate(rows.data(), int64_t(rows.size()), scale, threads);
-}
-
-void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,
-                py::list max_exp_avg_sqs, py::list steps, const std::vector<int>& groups,
-                const std::vector<Hyper>& hypers, const std::vector<int>& accum_dtypes, double scale,
-                double coefficient, int threads) {
-  std::vector<Entry> entries(params.size());
-  for (size_t i = 0; i < entries.size(); ++i) {
-    Entry& e = entries[i];
-    TensorInfo step;
-    e.group = groups.at(i);
-    read_item(params, i, e.param, e.p, "parameter");
-    read_item(grads, i, e.grad, e.g, "grad");
-    read_item(accums, i, e.accum, e.a, "accum");
-    read_item(exp_avgs, i, e.exp_avg, e.m, "exp_avg");
-    read_item(exp_avg_sqs, i, e.exp_avg_sq, e.v, "exp_avg_sq");
-    read_item(max_exp_avg_sqs, i, e.max_exp_avg_sq, e.v_max, "max_exp_avg_sq");
-    read_item(steps, i, e.step, step, "step");
-    if (!read_step(e, step)) throw std::invalid_argument("step " + std::to_string(i) + " is not one float32 or float64");
-  }
-  StepRows rows{hypers, scale, coefficient};
-  rows.rows.reserve(entries.size());
-  for (size_t i = 0; i < entries.size(); ++i) {
-    rows.add(entries[i], !entries[i].accum.is_none(), static_cast<DType>(accum_dtypes.at(i)));
-  }
-  rows.run(overlap(entries), threads);
 }
 
 }  // namespace fa

@@ -5,38 +5,12 @@
 // and Python (fused_accum/backends/cpu.py) repairs it or raises the error that names it.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
+#include <utility>
 #include <vector>
 
-#include "kernels.h"
-#include "tensor_info.h"
+#include "rows.h"
 
 namespace fa {
-
-namespace py = pybind11;
-
-// One group's hyper-parameters, in the order of Hyper in fused_accum/state.py.
-struct Hyper {
-  double lr, beta1, beta2, eps, weight_decay;
-  bool maximize, amsgrad;
-
-  explicit Hyper(py::handle tuple);
-  StepScalars<double> scalars(double t, double scale, double coefficient) const;
-};
-
-// One parameter's tensors as Python objects and as read.
-struct Entry {
-  py::object param, grad, accum, exp_avg, exp_avg_sq, max_exp_avg_sq, step;  // null or None where there is none
-  TensorInfo p, g, a, m, v, v_max;
-  int group = 0;
-  void* step_data = nullptr;
-  bool step_is_double = false;
-  bool steps = false;  // takes part in the coming step
-  void* param_data_seen = nullptr;
-
-  bool has_grad() const { return grad && !grad.is_none(); }
-};
 
 class Table {
  public:
@@ -78,13 +52,5 @@ class Table {
   py::object increment_version_;
   bool overlap_ = false;
 };
-
-// The same kernels on lists of tensors, None where a row has none; no gradient is consumed, no counter bumped.
-// Throws std::invalid_argument for a tensor that cannot be read, before anything has changed.
-void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale, int threads);
-void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,
-                py::list max_exp_avg_sqs, py::list steps, const std::vector<int>& groups,
-                const std::vector<Hyper>& hypers, const std::vector<int>& accum_dtypes, double scale,
-                double coefficient, int threads);
 
 }  // namespace fa

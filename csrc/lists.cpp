@@ -1,0 +1,58 @@
+#include <stdexcept>
+#include <string>
+
+#include "rows.h"
+
+namespace fa {
+namespace {
+
+void read_item(const py::list& list, size_t i, py::object& object, TensorInfo& info, const char* what) {
+  object = list[i];
+  if (object.is_none()) return;
+  if (!read_tensor(object.ptr(), info) || !info.on_cpu) {
+    throw std::invalid_argument(std::string(what) + " " + std::to_string(i) + " is not a CPU tensor of a supported dtype");
+  }
+}
+
+}  // namespace
+
+void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale, int threads) {
+  std::vector<Entry> entries(accums.size());
+  std::vector<Row> rows(entries.size());
+  for (size_t i = 0; i < entries.size(); ++i) {
+    read_item(accums, i, entries[i].accum, entries[i].a, "accum");
+    read_item(grads, i, entries[i].grad, entries[i].g, "grad");
+    rows[i].has_grad = true;
+    rows[i].has_accum = !first.at(i);
+    fill(rows[i], entries[i], false);
+  }
+  py::gil_scoped_release release;
+  cpu_accumulate(rows.data(), int64_t(rows.size()), scale, threads);
+}
+
+void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,
+                py::list max_exp_avg_sqs, py::list steps, const std::vector<int>& groups,
+                const std::vector<Hyper>& hypers, const std::vector<int>& accum_dtypes, double scale,
+                double coefficient, int threads) {
+  std::vector<Entry> entries(params.size());
+  for (size_t i = 0; i < entries.size(); ++i) {
+    Entry& e = entries[i];
+    TensorInfo step;
+    e.group = groups.at(i);
+    read_item(params, i, e.param, e.p, "parameter");
+    read_item(grads, i, e.grad, e.g, "grad");
+    read_item(accums, i, e.accum, e.a, "accum");
+    read_item(exp_avgs, i, e.exp_avg, e.m, "exp_avg");
+    read_item(exp_avg_sqs, i, e.exp_avg_sq, e.v, "exp_avg_sq");
+    read_item(max_exp_avg_sqs, i, e.max_exp_avg_sq, e.v_max, "max_exp_avg_sq");
+    read_item(steps, i, e.step, step, "step");
+    if (!read_step(e, step)) throw std::invalid_argument("step " + std::to_string(i) + " is not one float32 or float64");
+  }
+  StepRows rows(hypers, scale, coefficient, entries.size());
+  for (size_t i = 0; i < entries.size(); ++i) {
+    rows.add(entries[i], !entries[i].accum.is_none(), static_cast<DType>(accum_dtypes.at(i)));
+  }
+  rows.run(overlap(entries), threads);
+}
+
+}  // namespace fa

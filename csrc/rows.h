@@ -1,0 +1,71 @@
+// From tensors to rows of a launch: what Table and the list functions share.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "kernels.h"
+#include "tensor_info.h"
+
+namespace fa {
+
+namespace py = pybind11;
+
+// One group's hyper-parameters, in the order of Hyper in fused_accum/state.py.
+struct Hyper {
+  double lr, beta1, beta2, eps, weight_decay;
+  bool maximize, amsgrad;
+
+  explicit Hyper(py::handle tuple);
+  StepScalars<double> scalars(double t, double scale, double coefficient) const;
+};
+
+// One parameter's tensors as Python objects and as read.
+struct Entry {
+  py::object param, grad, accum, exp_avg, exp_avg_sq, max_exp_avg_sq, step;  // null or None where there is none
+  TensorInfo p, g, a, m, v, v_max;
+  int group = 0;
+  void* step_data = nullptr;
+  bool step_is_double = false;
+  bool steps = false;  // takes part in the coming step
+  void* param_data_seen = nullptr;
+
+  bool has_grad() const { return grad && !grad.is_none(); }
+};
+
+// Sets a row's operands and sizes; `steps`: those of an update too, not only of an accumulation. In one linear pass
+// where all tensors have the same dense strides, else each by its own.
+void fill(Row& row, const Entry& entry, bool steps);
+
+// Takes the place of a per-parameter count of updates; false unless it is one float32 or float64 on the CPU.
+bool read_step(Entry& entry, const TensorInfo& step);
+
+// Rows of one step; adding one counts its update.
+class StepRows {
+ public:
+  StepRows(const std::vector<Hyper>& hypers, double scale, double coefficient, size_t expected);
+  const Row& add(const Entry& entry, bool has_accum, DType accum_dtype);
+  void run(bool one_by_one, int threads) const;  // without the GIL
+
+ private:
+  const std::vector<Hyper>& hypers_;
+  const double scale_, coefficient_;
+  std::vector<Row> rows_;
+  int group_before_ = -1;
+  double t_before_ = 0;
+  StepScalars<double> scalars_{};
+};
+
+// Whether parameters share memory; they are then updated one after the other, as torch does.
+bool overlap(const std::vector<Entry>& entries);
+
+// The same kernels on lists of tensors, None where a row has none; no gradient is consumed, no counter bumped.
+// Throws std::invalid_argument for a tensor that cannot be read, before anything has changed.
+void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale, int threads);
+void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,
+                py::list max_exp_avg_sqs, py::list steps, const std::vector<int>& groups,
+                const std::vector<Hyper>& hypers, const std::vector<int>& accum_dtypes, double scale,
+                double coefficient, int threads);
+
+}  // namespace fa
