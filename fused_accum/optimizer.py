@@ -11,15 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checkpoint
-from .backends import registry
 from .buckets import Bucket
-from .checks import short
 from .runtime import Runtime
 from .state import Hyper, Options
 from .window import Pending, host_number
-
-ACCUM_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64, None)
 
 
 class BackendRow(NamedTuple):
@@ -72,13 +67,12 @@ class FusedAccumAdamW(torch.optim.AdamW):
         state_dtype: torch.dtype | None = torch.float32,
         backend: str = "auto",
     ) -> None:
-        _check_options(accum_dtype, state_dtype, backend)
         if differentiable:
             raise ValueError(
                 "differentiable=True: the fused update writes in place and records no graph; use "
                 "torch.optim.AdamW(differentiable=True) to differentiate through the optimizer"
             )
-        self._run = Runtime(Options(accum_dtype, state_dtype, backend))
+        self._run = Runtime(Options.checked(accum_dtype, state_dtype, backend))
         super().__init__(
             params,
             lr,
@@ -335,19 +329,3 @@ def _host_factors(scale: Any, weight: Any) -> tuple[float, float | None]:
 def _release(buckets: list[Bucket]) -> None:
     for bucket in buckets:
         bucket.release()
-
-
-def _check_options(accum_dtype: Any, state_dtype: Any, backend: Any) -> None:
-    if accum_dtype not in ACCUM_DTYPES:
-        shown = short(accum_dtype) if isinstance(accum_dtype, torch.dtype) else repr(accum_dtype)
-        raise ValueError(
-            f"accum_dtype is {shown}; it must be torch.float32 or torch.bfloat16 (float64 parameters always "
-            "accumulate in float64): float16 overflows at 65504 and float32 costs two bytes more"
-        )
-    if state_dtype not in STATE_DTYPES:
-        shown = short(state_dtype) if isinstance(state_dtype, torch.dtype) else repr(state_dtype)
-        raise ValueError(
-            f"state_dtype is {shown}; it must be torch.float32, torch.bfloat16 or None (the parameter's dtype)"
-        )
-    if backend != "auto" and backend not in (names := registry()):
-        raise ValueError(f"backend is {backend!r}; it must be 'auto' or one of {', '.join(map(repr, names))}")

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ACCUM_DTYPES = (torch.float32, torch.bfloat16)
+STATE_DTYPES = (torch.float32, torch.bfloat16, None)
 
 
 class StateSpec(NamedTuple):
@@ -30,6 +32,25 @@ class Options(NamedTuple):
     accum_dtype: torch.dtype
     state_dtype: torch.dtype | None
     backend: str
+
+    @classmethod
+    def checked(cls, accum_dtype: Any, state_dtype: Any, backend: Any) -> Options:
+        """The options, or ValueError for one out of range."""
+        if accum_dtype not in ACCUM_DTYPES:
+            raise ValueError(
+                f"accum_dtype is {accum_dtype!r}; it must be torch.float32 or torch.bfloat16 (float16 would "
+                "overflow at 65504; float64 parameters always accumulate in float64)"
+            )
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(
+                f"state_dtype is {state_dtype!r}; it must be torch.float32, torch.bfloat16 or None (the "
+                "parameter's dtype; float64 parameters always have float64 state)"
+            )
+        from . import backends  # which import this module
+
+        if backend != "auto" and backend not in (names := backends.registry()):
+            raise ValueError(f"backend is {backend!r}; it must be 'auto' or one of {', '.join(map(repr, names))}")
+        return cls(accum_dtype, state_dtype, backend)
 
     def accum_dtype_for(self, p: Tensor) -> torch.dtype:
         return torch.float64 if p.dtype == torch.float64 else self.accum_dtype
