@@ -41,18 +41,18 @@ GRADIENT_LAYOUTS = [*PARAMETER_LAYOUTS, "expanded", "expanded-all"]
 # Large lr and weight decay, so that a wrong order of decay and update, or a wrong scale, is visible.
 HYPER = {
     "default": {},
-    "large": dict(lr=0.5, weight_decay=0.5),
-    "no-decay": dict(lr=0.1, weight_decay=0.0),
-    "betas": dict(lr=0.3, betas=(0.6, 0.8), weight_decay=0.1),
-    "beta1=0": dict(lr=0.3, betas=(0.0, 0.99), weight_decay=0.2),
-    "beta2=0.5": dict(lr=0.3, betas=(0.9, 0.5), weight_decay=0.2),
-    "beta2=0": dict(lr=0.1, betas=(0.9, 0.0), weight_decay=0.1),
-    "large-eps": dict(lr=1.0, eps=0.1, weight_decay=0.1),
-    "tiny-lr": dict(lr=1e-7, weight_decay=0.3),
-    "lr=0": dict(lr=0.0, weight_decay=0.5),
-    "amsgrad": dict(lr=0.5, betas=(0.5, 0.6), weight_decay=0.3, amsgrad=True),
-    "maximize": dict(lr=0.5, weight_decay=0.3, maximize=True),
-    "amsgrad-maximize": dict(lr=0.2, betas=(0.5, 0.6), eps=1e-3, amsgrad=True, maximize=True),
+    "large": {"lr": 0.5, "weight_decay": 0.5},
+    "no-decay": {"lr": 0.1, "weight_decay": 0.0},
+    "betas": {"lr": 0.3, "betas": (0.6, 0.8), "weight_decay": 0.1},
+    "beta1=0": {"lr": 0.3, "betas": (0.0, 0.99), "weight_decay": 0.2},
+    "beta2=0.5": {"lr": 0.3, "betas": (0.9, 0.5), "weight_decay": 0.2},
+    "beta2=0": {"lr": 0.1, "betas": (0.9, 0.0), "weight_decay": 0.1},
+    "large-eps": {"lr": 1.0, "eps": 0.1, "weight_decay": 0.1},
+    "tiny-lr": {"lr": 1e-7, "weight_decay": 0.3},
+    "lr=0": {"lr": 0.0, "weight_decay": 0.5},
+    "amsgrad": {"lr": 0.5, "betas": (0.5, 0.6), "weight_decay": 0.3, "amsgrad": True},
+    "maximize": {"lr": 0.5, "weight_decay": 0.3, "maximize": True},
+    "amsgrad-maximize": {"lr": 0.2, "betas": (0.5, 0.6), "eps": 1e-3, "amsgrad": True, "maximize": True},
 }
 
 # Windows as (scale, weight) per micro-batch; the last one of each is given to step().

@@ -11,17 +11,17 @@ WINDOWS = 3
 
 ROWS = {
     "default": {},
-    "large": dict(lr=1.0, weight_decay=0.5),
-    "lr-tiny": dict(lr=1e-7, weight_decay=0.1),
-    "no-decay": dict(lr=0.1, weight_decay=0.0),
-    "beta1=0": dict(lr=0.3, betas=(0.0, 0.999), weight_decay=0.1),
-    "beta2=0.5": dict(lr=0.3, betas=(0.9, 0.5), weight_decay=0.1),
-    "betas=0.3": dict(lr=0.3, betas=(0.3, 0.3), weight_decay=0.1),
-    "beta2=0.9999": dict(lr=0.3, betas=(0.95, 0.9999), weight_decay=0.1),
-    "eps-large": dict(lr=0.5, eps=0.1),
-    "eps-1e-15": dict(lr=0.5, eps=1e-15),
-    "amsgrad": dict(lr=0.5, betas=(0.5, 0.6), amsgrad=True),
-    "maximize": dict(lr=0.5, weight_decay=0.3, maximize=True),
+    "large": {"lr": 1.0, "weight_decay": 0.5},
+    "lr-tiny": {"lr": 1e-7, "weight_decay": 0.1},
+    "no-decay": {"lr": 0.1, "weight_decay": 0.0},
+    "beta1=0": {"lr": 0.3, "betas": (0.0, 0.999), "weight_decay": 0.1},
+    "beta2=0.5": {"lr": 0.3, "betas": (0.9, 0.5), "weight_decay": 0.1},
+    "betas=0.3": {"lr": 0.3, "betas": (0.3, 0.3), "weight_decay": 0.1},
+    "beta2=0.9999": {"lr": 0.3, "betas": (0.95, 0.9999), "weight_decay": 0.1},
+    "eps-large": {"lr": 0.5, "eps": 0.1},
+    "eps-1e-15": {"lr": 0.5, "eps": 1e-15},
+    "amsgrad": {"lr": 0.5, "betas": (0.5, 0.6), "amsgrad": True},
+    "maximize": {"lr": 0.5, "weight_decay": 0.3, "maximize": True},
 }
 
 

@@ -1,5 +1,7 @@
 """Strides, storage offsets, shared storage: what is read and written is what the tensor shows, no byte more."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from cases import DTYPES, GRADIENT_LAYOUTS, LAYOUT_SHAPE, PARAMETER_LAYOUTS, WINDOWS
@@ -192,7 +194,7 @@ def test_neighbours_in_one_storage_do_not_touch_each_other(make, device):
     """Flat parameters whose views are adjacent but disjoint."""
     flat = values((1000,), device=device)
     cuts = [0, 1, 8, 71, 200, 203, 1000]
-    params = [torch.nn.Parameter(flat[a:b]) for a, b in zip(cuts, cuts[1:])]
+    params = [torch.nn.Parameter(flat[a:b]) for a, b in pairwise(cuts)]
     opt = make(params, lr=0.5, weight_decay=0.3)
     oracle = Oracle(opt)
     for _ in range(2):
@@ -220,7 +222,7 @@ def test_a_parameter_listed_twice_is_one_parameter(make, device):
 def test_a_parameter_in_two_groups_is_refused_as_in_torch(make, device):
     (w,) = parameters((5,), device=device)
     with pytest.raises(ValueError, match="more than one parameter group"):
-        make([dict(params=[w]), dict(params=[w])])
+        make([{"params": [w]}, {"params": [w]}])
 
 
 def test_parameter_with_overlapping_elements_is_refused(make, device):

@@ -61,7 +61,7 @@ ROADS = [through_file, through_memory, through_deepcopy, through_pickle]
 @pytest.mark.parametrize("road", ROADS, ids=lambda f: f.__name__)
 def test_resume_in_every_place_of_a_window(make, device, road, window, steps_before):
     """Parameters with a contribution already, only later, and never; moments old or not yet made."""
-    options = dict(lr=0.5, weight_decay=0.3, amsgrad=True, betas=(0.5, 0.6))
+    options = {"lr": 0.5, "weight_decay": 0.3, "amsgrad": True, "betas": (0.5, 0.6)}
     window = WINDOWS[window]
     for place in range(1, len(window) + 1):
         torch.manual_seed(place)
@@ -92,7 +92,7 @@ def test_resume_in_every_place_of_a_window(make, device, road, window, steps_bef
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("road", ROADS, ids=lambda f: f.__name__)
 def test_dtypes_of_an_open_window_survive(make, device, road, dtype, accum_dtype):
-    options = dict(lr=0.1, accum_dtype=accum_dtype)
+    options = {"lr": 0.1, "accum_dtype": accum_dtype}
     params = parameters((65,), (5,), dtype=dtype, device=device)
     opt = make(params, **options)
     run_window(opt, micro_batches(params, WINDOWS["uneven"]))
@@ -258,11 +258,11 @@ def test_loading_a_window_into_an_open_window_replaces_it(make, device):
 
 def test_groups_of_a_mid_window_state(make, device):
     a, b = parameters((65,), (5,), device=device)
-    opt = make([dict(params=[a], lr=0.5), dict(params=[b], lr=0.1)])
+    opt = make([{"params": [a], "lr": 0.5}, {"params": [b], "lr": 0.1}])
     micros = micro_batches([a, b], WINDOWS["tokens-scaled"], absent={(0, 0)})
     feed(opt, micros[0])
     x, y = copies([a, b])
-    fresh = make([dict(params=[x]), dict(params=[y])])
+    fresh = make([{"params": [x]}, {"params": [y]}])
     fresh.load_state_dict(copy.deepcopy(mid_window_state(opt)))
     for o in (opt, fresh):
         feed(o, micros[1])
@@ -312,7 +312,7 @@ def test_add_param_group_in_mid_window(make, device):
     micros = micro_batches(params, WINDOWS["mean-of-4"], absent={(0, 1), (1, 1)})
     for k, micro in enumerate(micros):
         if k == 2:
-            opt.add_param_group(dict(params=params[1:], lr=0.1))
+            opt.add_param_group({"params": params[1:], "lr": 0.1})
             oracle = Oracle(opt)
             assert opt.pending == (2, 0.0)
         feed(opt, micro, last=k == 3)
@@ -351,7 +351,7 @@ def test_removed_in_mid_window_is_not_updated(make, device):
 def test_moved_between_groups_in_mid_window(make, device):
     """The sum goes with the parameter; hyper-parameters are those of the group at the step."""
     params = parameters((65,), (5,), device=device)
-    opt = make([dict(params=params[:1], lr=0.5), dict(params=params[1:], lr=0.1)])
+    opt = make([{"params": params[:1], "lr": 0.5}, {"params": params[1:], "lr": 0.1}])
     micros = micro_batches(params, WINDOWS["mean-of-4"])
     oracle = Oracle(opt)
     feed(opt, micros[0])

@@ -55,7 +55,7 @@ def test_keys_are_those_of_torch(make, device, hyper):
 
 @pytest.mark.parametrize("through_file", [False, True], ids=["memory", "file"])
 @pytest.mark.parametrize("hyper", ["default", "betas", "amsgrad", "maximize", "large-eps"])
-@pytest.mark.parametrize("stock_options", [dict(foreach=True), dict(fused=True), dict(foreach=False)], ids=str)
+@pytest.mark.parametrize("stock_options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
 def test_from_torch(make, device, hyper, stock_options, through_file):
     """A run begun with torch.optim.AdamW goes on with ours as if it had been ours."""
     params = parameters((65,), (), (13, 17), device=device)
@@ -81,7 +81,7 @@ def test_from_torch(make, device, hyper, stock_options, through_file):
 
 
 @pytest.mark.parametrize("hyper", ["default", "betas", "amsgrad", "maximize", "large-eps"])
-@pytest.mark.parametrize("stock_options", [dict(foreach=True), dict(fused=True), dict(foreach=False)], ids=str)
+@pytest.mark.parametrize("stock_options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
 def test_into_torch(make, device, hyper, stock_options):
     params = parameters((65,), (), (13, 17), device=device)
     opt = make(params, **HYPER[hyper])
@@ -359,7 +359,7 @@ def test_add_param_group_between_windows(make, device):
     oracle = Oracle(opt)
     for n in range(4):
         if n == 2:
-            opt.add_param_group(dict(params=params[1:], lr=0.1, betas=(0.5, 0.5)))
+            opt.add_param_group({"params": params[1:], "lr": 0.1, "betas": (0.5, 0.5)})
             oracle.watch()
         micros = micro_batches(params_of(opt), WINDOWS["uneven"])
         oracle.window(micros)
