@@ -276,8 +276,7 @@ class FusedAccumAdamW(torch.optim.AdamW):
 
         A run resumed from it continues bit-identically. Warns once in mid-window.
         """
-        self._run.refuse_if_busy("state_dict")
-        with checkpoint.visible_window(self):
+        with self._run.exclusive("state_dict"), checkpoint.visible_window(self):
             result = super().state_dict()
         checkpoint.warn_mid_window_save(self._run)
         return result
@@ -286,18 +285,18 @@ class FusedAccumAdamW(torch.optim.AdamW):
         """Load a state_dict of this class or of torch.optim.AdamW; moments become ``state_dtype`` uncast by the
         parameter's dtype. An open window is discarded with a warning, a saved one restored."""
         run = self._run
-        run.refuse_if_busy("load_state_dict")
         dropped = run.window.microbatches
 
         def remember(_: Any, incoming: dict[str, Any]) -> None:
             run.incoming = incoming
 
-        handle = self.register_load_state_dict_pre_hook(remember)  # the last one sees what the others return
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-            run.incoming = None
+        with run.exclusive("load_state_dict"):
+            handle = self.register_load_state_dict_pre_hook(remember)  # the last one sees what the others return
+            try:
+                super().load_state_dict(state_dict)
+            finally:
+                handle.remove()
+                run.incoming = None
         if dropped:
             warnings.warn(
                 f"load_state_dict() dropped {dropped} accumulated micro-batch(es) that were not stepped",

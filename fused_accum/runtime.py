@@ -34,28 +34,35 @@ class Runtime:
         self._group_sizes: list[int] = []
         self._buckets: list[Bucket] = []
         self._busy = threading.Lock()
+        self._checkpointing_thread: int | None = None
 
     @contextmanager
     def exclusive(self, call: str) -> Iterator[None]:
-        """One call at a time, and none from inside a backward."""
-        if torch._C._current_graph_task_id() != -1:
+        """One call at a time, and none that takes gradients from inside a backward.
+
+        Hooks of ``state_dict`` and ``load_state_dict`` run within them and may call the optimizer.
+        """
+        checkpointing = call in ("state_dict", "load_state_dict")
+        if not checkpointing and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"{call}() was called inside a backward pass (from a hook?), when gradients are not complete: "
                 "call it after backward() has returned"
             )
+        thread = threading.get_ident()
+        if self._checkpointing_thread == thread:
+            yield
+            return
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 f"{call}() was called while another call on the same optimizer is running (from another thread, "
-                "or from a hook of that call); make one call at a time"
+                "or from a signal handler); make one call at a time"
             )
+        self._checkpointing_thread = thread if checkpointing else None
         try:
             yield
         finally:
+            self._checkpointing_thread = None
             self._busy.release()
-
-    def refuse_if_busy(self, call: str) -> None:
-        if self._busy.locked():
-            raise RuntimeError(f"{call}() was called while another call on the same optimizer is running")
 
     # -- buckets --------------------------------------------------------------------------------------------
 
@@ -87,7 +94,7 @@ class Runtime:
         def name_of(p: Tensor) -> str:
             return names[id(p)]
 
-        chosen = {device: backends.choose(self.options.backend, device) for device in where}
+        chosen = {device: self.choose(device) for device in where}
         accums = self.export()
         fresh = []
         for device, (members, owners) in where.items():
@@ -106,6 +113,11 @@ class Runtime:
         self._members = list(chain.from_iterable(group["params"] for group in groups))
         self._group_sizes = [len(group["params"]) for group in groups]
         self._buckets = fresh
+
+    def choose(self, device: torch.device) -> tuple[backends.Backend, str]:
+        if device.type == "meta":  # a gradient there is refused; the parameter may be materialized before it has one
+            return backends.registry()["reference"], "no data yet"
+        return backends.choose(self.options.backend, device)
 
     def collect(self, groups: Sequence[dict[str, Any]], buffers: bool) -> tuple[list[Bucket], int]:
         """Validate all gradients of all buckets before anything changes; returns the buckets and their count."""
