@@ -23,11 +23,12 @@ def load() -> tuple[ModuleType | None, str]:
             f"fused_accum._C is installed but does not load ({failure}); "
             f"check that it was built for this Python and C++ runtime, {_REINSTALL}"
         )
-    try:  # written by setup.py when it could not compile
-        note = json.loads(Path(__file__).with_name("_build_failure.json").read_text())
+    path = Path(__file__).with_name("_build_failure.json")  # from setup.py, when it could not compile
+    try:
+        note = json.loads(path.read_text())
     except FileNotFoundError:
         return None, (
-            "fused_accum._C was not built; have a C++17 compiler (Debian, Ubuntu: apt-get install g++), "
-            f"{_REINSTALL}"
+            f"fused_accum._C was not built; have a C++17 compiler (Debian, Ubuntu: apt-get install g++), {_REINSTALL}"
         )
-    return None, f"fused_accum._C was not built: {note['reason']}; {note['remedy']}, {_REINSTALL}"
+    more = f" (all of it: {path})" if note["output"] else ""
+    return None, f"fused_accum._C was not built: {note['reason']}{more}; {note['remedy']}, {_REINSTALL}"

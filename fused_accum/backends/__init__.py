@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from functools import cache
 
 import torch
@@ -42,6 +43,14 @@ def choose(name: str, device: torch.device | str) -> tuple[Backend, str]:
     for backend in registry().values():
         reason = backend.why_not(torch.device(device))
         if reason is None:
-            return backend, "; ".join(passed_over) or "the fastest for this device"
+            why = "; ".join(passed_over) or "the fastest for this device"
+            if backend.name == "reference":
+                _warn_once(f"fused_accum runs on its slow backend 'reference' for {device} tensors: {why}")
+            return backend, why
         passed_over.append(f"not {backend.name}: {reason}")
     raise RuntimeError(f"no backend works for {device} tensors: {'; '.join(passed_over)}")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=2)

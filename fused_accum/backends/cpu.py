@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .. import checks
+from .. import _native, checks
 from ..buckets import Bucket
 from ..rows import Rows
 from ..state import PARAMETER_DTYPES, Hyper
 from .base import Backend
 
-try:
-    from .. import _C
-except ImportError as error:
-    _C, _MISSING = None, str(error)
-else:
+_C, _MISSING = _native.load()
+if _C is not None:
     _C.set_tensor_class(torch.Tensor)
 
 
@@ -96,10 +93,7 @@ class Cpu(Backend):
         if device.type != "cpu":
             return f"it updates CPU tensors only, not {device.type} ones"
         if _C is None:
-            return (
-                f"the native extension is not installed ({_MISSING}); install a C++ compiler (g++ or clang++) and "
-                "reinstall with `pip install --force-reinstall --no-deps .`"
-            )
+            return _MISSING
         try:
             _C.cpu_isa()
         except RuntimeError as error:
