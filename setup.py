@@ -50,11 +50,17 @@ X86_ISAS = {
 
 
 class CannotBuild(Exception):
-    """The native module cannot be built here: what is the matter, and what to do before installing again."""
+    """The native module cannot be built here: what is the matter, and what to do before installing again.
 
-    def __init__(self, reason: str, remedy: str):
+    `output` is all that the compiler said; the line of it that tells most ends the reason.
+    """
+
+    def __init__(self, reason: str, remedy: str, output: str = ""):
+        lines = output.splitlines()
+        if lines:
+            reason += ": " + next((line for line in lines if "error" in line), lines[-1]).strip()
         super().__init__(f"{reason}\nRemedy: {remedy}, then install fused_accum again.")
-        self.reason, self.remedy = reason, remedy
+        self.note = {"reason": reason, "remedy": remedy, "output": output}
 
 
 @dataclass(frozen=True)
@@ -85,15 +91,14 @@ class Compiler:
             )
         compiler = cls((*found, *flags_from("ARCHFLAGS")))
         if error := compiler.try_compile("#include <cmath>\n", "-std=c++17"):
-            raise CannotBuild(
-                f"the C++ compiler {found[0]} cannot compile a C++17 file:\n{error}", f"repair {found[0]}"
-            )
+            raise CannotBuild(f"the C++ compiler {found[0]} cannot compile a C++17 file", f"repair {found[0]}", error)
         python_include = sysconfig.get_path("include")
         if error := compiler.try_compile("#include <Python.h>\n", f"-I{python_include}"):
             raise CannotBuild(
-                f"Python.h cannot be compiled (looked for in {python_include}):\n{error}",
+                f"Python.h cannot be compiled (looked for in {python_include})",
                 "install Python's headers (Debian, Ubuntu: apt-get install python3-dev; "
                 "Fedora: dnf install python3-devel)",
+                error,
             )
         return compiler
 
@@ -109,7 +114,7 @@ class Compiler:
                 )  # fmt: skip
             except OSError as error:
                 return str(error)
-        return "" if done.returncode == 0 else (done.stderr.strip()[-2000:] or f"exit {done.returncode}")
+        return "" if done.returncode == 0 else (done.stderr.strip() or f"exit {done.returncode}")
 
     def isas(self) -> dict[str, tuple[str, ...]]:
         """The x86-64 instruction sets that this compiler can produce code for; none on other targets."""
@@ -166,9 +171,7 @@ def write_ninja(folder: Path, compiler: Compiler, target: Path) -> None:
             depfile="$out.d",
             deps="gcc",
         )
-        ninja.rule(
-            "link", f"{cxx} {command(*shared, '-pthread')} $in -o $out {command(*flags_from('LDFLAGS'))}"
-        )
+        ninja.rule("link", f"{cxx} {command(*shared, '-pthread')} $in -o $out {command(*flags_from('LDFLAGS'))}")
         objects = []
         for unit in units(compiler):
             objects += ninja.build(
@@ -198,7 +201,7 @@ class NinjaBuild(build_ext):
             target.unlink(missing_ok=True)
             if os.environ.get("FUSED_ACCUM_FORCE_CPP") == "1":
                 raise SystemExit(f"fused_accum: FUSED_ACCUM_FORCE_CPP=1, but {error}") from None
-            note.write_text(json.dumps({"reason": error.reason, "remedy": error.remedy}))
+            note.write_text(json.dumps(error.note, indent=2))
             print(f"fused_accum: installing without native code: {error}", file=sys.stderr)
 
     def compile(self, target: Path) -> None:
@@ -218,9 +221,7 @@ class NinjaBuild(build_ext):
         )  # fmt: skip
         print(done.stdout, flush=True)
         if done.returncode:
-            raise CannotBuild(
-                f"the C++ sources did not compile:\n{done.stdout.strip()[-4000:]}", "repair that"
-            )
+            raise CannotBuild("the C++ sources did not compile", "repair that", done.stdout.strip())
 
 
 setup(
