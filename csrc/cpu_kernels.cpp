@@ -1,13 +1,12 @@
 // CPU kernels over a range of one row. Compiled once per instruction set, with FA_ISA naming it; nothing here may
 // have external linkage but the table at the end.
 //
-// Work goes in blocks that stay in the L1 cache: load (convert, gather) -> math -> store. Where a tensor already has
-// the arithmetic's dtype and lies in order, load and store are its own memory and cost nothing.
-#include "kernels.h"
+// Tensors that lie in order go straight through one loop that reads, computes and writes: memory is busiest when all
+// streams run at once. What is strided, misaligned or of mixed dtypes goes in blocks that stay in the L1 cache:
+// load (convert, gather) -> the same loop -> store.
+#include <type_traits>
 
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
+#include "cpu_access.h"
 
 #define FA_CONCAT_(a, b) a##b
 #define FA_CONCAT(a, b) FA_CONCAT_(a, b)
@@ -17,224 +16,141 @@
 namespace fa {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // elements
+constexpr int64_t kTile = 256;  // bytes stored past the cache at a time: short, so that reads go on meanwhile
 
-template <class T> constexpr DType dtype_of();
-template <> constexpr DType dtype_of<float>() { return DType::f32; }
-template <> constexpr DType dtype_of<double>() { return DType::f64; }
+template <class T, class G>
+void add(T* __restrict__ a, const G* __restrict__ g, T scale, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) a[i] = add_contribution(a[i], scale, load_as<T>(g[i]));
+}
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+template <class T, class G>
+void write(T* __restrict__ a, const G* __restrict__ g, T scale, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) a[i] = first_contribution(scale, load_as<T>(g[i]));
+}
 
-// Calls visit(first place, step between places, how many) for each run along the last dimension of elements
-// [begin, begin + n) in logical order.
-template <class Visit>
-void for_each_run(const Row& row, const Operand& t, int64_t begin, int64_t n, Visit visit) {
-  const int last = row.ndim - 1;
-  int64_t done = 0;
-  while (done < n) {
-    int64_t rest = begin + done, place = 0;
-    int64_t column = 0;
-    for (int d = last; d >= 0; --d) {
-      const int64_t coordinate = rest % row.sizes[d];
-      rest /= row.sizes[d];
-      place += coordinate * t.strides[d];
-      if (d == last) column = coordinate;
-    }
-    const int64_t length = last < 0 ? 1 : smaller(row.sizes[last] - column, n - done);
-    visit(place, last < 0 ? 0 : t.strides[last], length);
-    done += length;
+template <class T, class G>
+void write_past_cache(T* a, const G* g, T scale, int64_t n) {
+  constexpr int64_t kPart = kTile / int64_t(sizeof(T));
+  alignas(64) T tile[kPart];
+  for (int64_t done = 0; done < n; done += kPart) {
+    const int64_t part = smaller(kPart, n - done);
+    write(tile, g + done, scale, part);
+    stream_copy(reinterpret_cast<char*>(a + done), reinterpret_cast<const char*>(tile), part * int64_t(sizeof(T)));
   }
-}
-
-template <class S>
-void gather(const Row& row, const Operand& t, int64_t begin, int64_t n, S* to) {
-  for_each_run(row, t, begin, n, [&](int64_t place, int64_t step, int64_t length) {
-    const char* from = static_cast<const char*>(t.data) + place * int64_t(sizeof(S));
-    for (int64_t i = 0; i < length; ++i, from += step * int64_t(sizeof(S))) memcpy(to++, from, sizeof(S));
-  });
-}
-
-template <class S>
-void scatter(const Row& row, const Operand& t, int64_t begin, int64_t n, const S* from) {
-  for_each_run(row, t, begin, n, [&](int64_t place, int64_t step, int64_t length) {
-    char* to = static_cast<char*>(t.data) + place * int64_t(sizeof(S));
-    for (int64_t i = 0; i < length; ++i, to += step * int64_t(sizeof(S))) memcpy(to, from++, sizeof(S));
-  });
-}
-
-// Calls f with a value of the storage type of `dtype`.
-template <class F>
-void with_storage(DType dtype, F f) {
-  switch (dtype) {
-    case DType::f32: return f(float());
-    case DType::bf16: return f(bf16());
-    case DType::f16: return f(f16());
-    case DType::f64: return f(double());
-  }
-}
-
-// Whether elements from `begin` on can be used in place as T.
-template <class T>
-bool in_place(const Operand& t) {
-  return t.dtype == dtype_of<T>() && !t.strides && reinterpret_cast<uintptr_t>(t.data) % sizeof(T) == 0;
-}
-
-// Elements [begin, begin + n) of t as T: its own memory, or `buffer` filled with them.
-template <class T>
-T* load(const Row& row, const Operand& t, int64_t begin, int64_t n, T* buffer) {
-  if (in_place<T>(t)) return static_cast<T*>(t.data) + begin;
-  with_storage(t.dtype, [&](auto zero) {
-    using S = decltype(zero);
-    S raw[kBlock];
-    const S* from = raw;
-    if (t.strides) {
-      gather(row, t, begin, n, raw);
-    } else {
-      const char* place = static_cast<const char*>(t.data) + begin * int64_t(sizeof(S));
-      if (reinterpret_cast<uintptr_t>(place) % alignof(S) == 0) {
-        from = reinterpret_cast<const S*>(place);
-      } else {
-        memcpy(raw, place, size_t(n) * sizeof(S));
-      }
-    }
-    for (int64_t i = 0; i < n; ++i) buffer[i] = load_as<T>(from[i]);
-  });
-  return buffer;
-}
-
-// Copies past the cache: a plain store would first read the line it overwrites.
-void stream_copy(char* to, const char* from, int64_t bytes) {
-#if defined(__AVX512F__)
-  using Vector = __m512i;
-  auto put = [](char* t, const char* f) {
-    _mm512_stream_si512(reinterpret_cast<Vector*>(t), _mm512_loadu_si512(f));
-  };
-#elif defined(__AVX2__)
-  using Vector = __m256i;
-  auto put = [](char* t, const char* f) {
-    _mm256_stream_si256(reinterpret_cast<Vector*>(t), _mm256_loadu_si256(reinterpret_cast<const Vector*>(f)));
-  };
-#elif defined(__SSE2__)
-  using Vector = __m128i;
-  auto put = [](char* t, const char* f) {
-    _mm_stream_si128(reinterpret_cast<Vector*>(t), _mm_loadu_si128(reinterpret_cast<const Vector*>(f)));
-  };
-#endif
 #if defined(__SSE2__)
-  constexpr int64_t kVector = sizeof(Vector);
-  const int64_t head = smaller(bytes, int64_t(-reinterpret_cast<uintptr_t>(to) % uintptr_t(kVector)));
-  memcpy(to, from, size_t(head));
-  int64_t i = head;
-  for (; i + kVector <= bytes; i += kVector) put(to + i, from + i);
-  memcpy(to + i, from + i, size_t(bytes - i));
-#else
-  memcpy(to, from, size_t(bytes));
+  _mm_sfence();
 #endif
-}
-
-// Puts values back to elements [begin, begin + n) of t; nothing to do where they are t's own memory.
-template <class T>
-void store(const Row& row, const Operand& t, int64_t begin, int64_t n, const T* values, bool streaming = false) {
-  with_storage(t.dtype, [&](auto zero) {
-    using S = decltype(zero);
-    char* place = static_cast<char*>(t.data) + begin * int64_t(sizeof(S));
-    if (!t.strides && place == reinterpret_cast<const char*>(values)) return;
-    S raw[kBlock];
-    if (!t.strides && !streaming && reinterpret_cast<uintptr_t>(place) % alignof(S) == 0) {
-      S* to = reinterpret_cast<S*>(place);
-      for (int64_t i = 0; i < n; ++i) to[i] = Encode<S, T>::of(values[i]);
-      return;
-    }
-    for (int64_t i = 0; i < n; ++i) raw[i] = Encode<S, T>::of(values[i]);
-    if (t.strides) {
-      scatter(row, t, begin, n, raw);
-    } else if (streaming) {
-      stream_copy(place, reinterpret_cast<const char*>(raw), n * int64_t(sizeof(S)));
-    } else {
-      memcpy(place, raw, size_t(n) * sizeof(S));
-    }
-  });
-}
-
-template <class T>
-void zero(const Row& row, const Operand& t, int64_t begin, int64_t n) {
-  if (!t.strides) {
-    memset(static_cast<char*>(t.data) + begin * int64_t(size_of(t.dtype)), 0, size_t(n) * size_of(t.dtype));
-    return;
-  }
-  const T zeros[kBlock] = {};
-  store(row, t, begin, n, zeros);
-}
-
-// Rounds values to what `dtype` can hold.
-template <class T>
-void round_to(DType dtype, T* values, int64_t n) {
-  if (dtype == dtype_of<T>()) return;
-  with_storage(dtype, [&](auto zero) {
-    using S = decltype(zero);
-    for (int64_t i = 0; i < n; ++i) values[i] = load_as<T>(Encode<S, T>::of(values[i]));
-  });
 }
 
 template <class T>
 void accumulate_range(const Row& row, double scale_, int64_t begin, int64_t end, bool streaming) {
-  alignas(64) T grad_buffer[kBlock], accum_buffer[kBlock];
   const T scale = static_cast<T>(scale_);
-  for (int64_t at = begin; at < end; at += kBlock) {
-    const int64_t n = smaller(kBlock, end - at);
-    const T* __restrict__ g = load(row, row.grad, at, n, grad_buffer);
-    if (row.has_accum) {
-      T* __restrict__ a = load(row, row.accum, at, n, accum_buffer);
-      for (int64_t i = 0; i < n; ++i) a[i] = add_contribution(a[i], scale, g[i]);
-      store(row, row.accum, at, n, a);
-    } else {
-      T* __restrict__ a = accum_buffer;
-      for (int64_t i = 0; i < n; ++i) a[i] = first_contribution(scale, g[i]);
-      store(row, row.accum, at, n, a, streaming);
-    }
+  bool straight = false;
+  with_storage(row.grad.dtype, [&](auto zero) {
+    using G = decltype(zero);
+    straight = in_place<G>(row.grad) && in_place<T>(row.accum);
+    if (!straight) return;
+    T* a = at<T>(row.accum, begin);
+    const G* g = at<G>(row.grad, begin);
+    row.has_accum ? add(a, g, scale, end - begin)
+    : streaming   ? write_past_cache(a, g, scale, end - begin)
+                  : write(a, g, scale, end - begin);
+  });
+  if (straight) return;
+
+  alignas(64) T grad_buffer[kBlock], accum_buffer[kBlock];
+  for (int64_t from = begin; from < end; from += kBlock) {
+    const int64_t n = smaller(kBlock, end - from);
+    const T* g = load(row, row.grad, from, n, grad_buffer);
+    T* a = row.has_accum ? load(row, row.accum, from, n, accum_buffer) : accum_buffer;
+    row.has_accum ? add(a, g, scale, n) : write(a, g, scale, n);
+    store(row, row.accum, from, n, a);
   }
-#if defined(__SSE2__)
-  if (streaming) _mm_sfence();
-#endif
 }
 
-template <class T, bool kAmsgrad>
-void update_block(T* __restrict__ p, T* __restrict__ m, T* __restrict__ v, T* __restrict__ v_max,
-                  const T* __restrict__ g, const StepScalars<T>& s, int64_t n) {
+// (2) to (6) for n elements; P: how parameter and gradient are stored. Never inlined: gcc forgets __restrict__ then,
+// and no longer vectorizes.
+template <class T, class P, bool kGrad, bool kAccum, bool kAmsgrad>
+__attribute__((noinline)) void update(P* __restrict__ p, const P* __restrict__ g, T* __restrict__ a,
+                                      T* __restrict__ m, T* __restrict__ v, T* __restrict__ v_max,
+                                      StepScalars<T> s, int64_t n) {
   T unused{};
-  for (int64_t i = 0; i < n; ++i) adamw_update<kAmsgrad>(p[i], m[i], v[i], kAmsgrad ? v_max[i] : unused, g[i], s);
+  for (int64_t i = 0; i < n; ++i) {
+    T sum;
+    if constexpr (!kGrad) {
+      sum = a[i];
+    } else {
+      const T x = load_as<T>(g[i]);
+      sum = kAccum ? add_contribution(a[i], s.scale, x) : first_contribution(s.scale, x);
+    }
+    T weight = load_as<T>(p[i]);
+    adamw_update<kAmsgrad>(weight, m[i], v[i], kAmsgrad ? v_max[i] : unused, window_gradient(sum, s), s);
+    p[i] = Encode<P, T>::of(weight);
+    if constexpr (kAccum) a[i] = T(0);
+  }
+}
+
+// A range whose tensors can all be used in place; returns false, with nothing done, where they cannot.
+template <class T, class P>
+bool step_straight(const Row& row, const StepScalars<T>& s, int64_t begin, int64_t n) {
+  const bool straight = in_place<P>(row.param) && in_place<T>(row.exp_avg) && in_place<T>(row.exp_avg_sq) &&
+                        (!row.amsgrad || in_place<T>(row.max_exp_avg_sq)) &&
+                        (!row.has_grad || (in_place<P>(row.grad) && row.accum_dtype == dtype_of<T>())) &&
+                        (!row.has_accum || in_place<T>(row.accum));
+  if (!straight) return false;
+  auto run = [&](auto grad, auto accum, auto amsgrad) {
+    update<T, P, grad.value, accum.value, amsgrad.value>(
+        at<P>(row.param, begin), grad.value ? at<P>(row.grad, begin) : nullptr,
+        accum.value ? at<T>(row.accum, begin) : nullptr, at<T>(row.exp_avg, begin), at<T>(row.exp_avg_sq, begin),
+        amsgrad.value ? at<T>(row.max_exp_avg_sq, begin) : nullptr, s, n);
+  };
+  auto with_sources = [&](auto amsgrad) {
+    if (!row.has_grad) return run(std::false_type(), std::true_type(), amsgrad);
+    row.has_accum ? run(std::true_type(), std::true_type(), amsgrad)
+                  : run(std::true_type(), std::false_type(), amsgrad);
+  };
+  row.amsgrad ? with_sources(std::true_type()) : with_sources(std::false_type());
+  return true;
 }
 
 template <class T>
 void step_range(const Row& row, int64_t begin, int64_t end) {
-  alignas(64) T sum[kBlock], grad_buffer[kBlock], accum_buffer[kBlock];
-  alignas(64) T p_buffer[kBlock], m_buffer[kBlock], v_buffer[kBlock], v_max_buffer[kBlock];
   const StepScalars<T> s = rounded<T>(row.scalars);
-  for (int64_t at = begin; at < end; at += kBlock) {
-    const int64_t n = smaller(kBlock, end - at);
-    const T* g = row.has_grad ? load(row, row.grad, at, n, grad_buffer) : nullptr;
-    const T* a = row.has_accum ? load(row, row.accum, at, n, accum_buffer) : nullptr;
-    if (g) {
-      for (int64_t i = 0; i < n; ++i) sum[i] = a ? add_contribution(a[i], s.scale, g[i]) : first_contribution(s.scale, g[i]);
-      round_to(row.accum_dtype, sum, n);
-      a = sum;
-    }
-    for (int64_t i = 0; i < n; ++i) sum[i] = window_gradient(a[i], s);
-    if (row.has_accum) zero<T>(row, row.accum, at, n);
+  bool straight = false;
+  with_storage(row.param.dtype, [&](auto zero) {
+    using P = decltype(zero);
+    if constexpr ((sizeof(P) == 8) == (sizeof(T) == 8)) straight = step_straight<T, P>(row, s, begin, end - begin);
+  });
+  if (straight) return;
 
-    T* p = load(row, row.param, at, n, p_buffer);
-    T* m = load(row, row.exp_avg, at, n, m_buffer);
-    T* v = load(row, row.exp_avg_sq, at, n, v_buffer);
-    if (row.amsgrad) {
-      T* v_max = load(row, row.max_exp_avg_sq, at, n, v_max_buffer);
-      update_block<T, true>(p, m, v, v_max, sum, s, n);
-      store(row, row.max_exp_avg_sq, at, n, v_max);
-    } else {
-      update_block<T, false>(p, m, v, v_max_buffer, sum, s, n);
+  alignas(64) T sum[kBlock], grad_buffer[kBlock];
+  alignas(64) T p_buffer[kBlock], m_buffer[kBlock], v_buffer[kBlock], v_max_buffer[kBlock];
+  for (int64_t from = begin; from < end; from += kBlock) {
+    const int64_t n = smaller(kBlock, end - from);
+    if (row.has_accum) {
+      const T* a = load(row, row.accum, from, n, sum);
+      if (a != sum) memcpy(sum, a, size_t(n) * sizeof(T));
+      zero<T>(row, row.accum, from, n);
     }
-    store(row, row.param, at, n, p);
-    store(row, row.exp_avg, at, n, m);
-    store(row, row.exp_avg_sq, at, n, v);
+    if (row.has_grad) {
+      const T* g = load(row, row.grad, from, n, grad_buffer);
+      row.has_accum ? add(sum, g, s.scale, n) : write(sum, g, s.scale, n);
+      round_to(row.accum_dtype, sum, n);
+    }
+    T* p = load(row, row.param, from, n, p_buffer);
+    T* m = load(row, row.exp_avg, from, n, m_buffer);
+    T* v = load(row, row.exp_avg_sq, from, n, v_buffer);
+    const T* no_grad = nullptr;
+    if (row.amsgrad) {
+      T* v_max = load(row, row.max_exp_avg_sq, from, n, v_max_buffer);
+      update<T, T, false, true, true>(p, no_grad, sum, m, v, v_max, s, n);
+      store(row, row.max_exp_avg_sq, from, n, v_max);
+    } else {
+      update<T, T, false, true, false>(p, no_grad, sum, m, v, nullptr, s, n);
+    }
+    store(row, row.param, from, n, p);
+    store(row, row.exp_avg, from, n, m);
+    store(row, row.exp_avg_sq, from, n, v);
   }
 }
 

@@ -1,6 +1,5 @@
 // Launches: cut all rows of a call into equal chunks, run them on the pool with the chosen instruction set.
-#include <unistd.h>
-
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -61,12 +60,17 @@ struct Line {
   }
 };
 
+// What one core reaches; sysconf(_SC_LEVEL3_CACHE_SIZE) gives all of a socket's on some machines.
 int64_t last_level_cache_bytes() {
-#if defined(_SC_LEVEL3_CACHE_SIZE)
-  static const int64_t bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (bytes > 0) return bytes;
-#endif
-  return int64_t(8) << 20;
+  static const int64_t bytes = [] {
+    long kibibytes = 0;
+    if (std::FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
+      if (std::fscanf(file, "%ldK", &kibibytes) != 1) kibibytes = 0;
+      std::fclose(file);
+    }
+    return kibibytes > 0 ? int64_t(kibibytes) << 10 : int64_t(8) << 20;
+  }();
+  return bytes;
 }
 
 const CpuKernels* compiled(const char* name) {

@@ -105,6 +105,7 @@ bool read_by_attributes(PyObject* tensor, TensorInfo& info) {
 }  // namespace
 
 void TensorAttribute::bind(PyObject* tensor_class) {
+  accessors_ = nullptr;
   Ref descriptor(PyObject_GetAttr(tensor_class, name_));
   if (!descriptor) return PyErr_Clear();
   if (Py_TYPE(descriptor.get()) != &PyGetSetDescr_Type) return;
@@ -128,6 +129,7 @@ TensorAttributes& tensor_attributes() {
 void set_tensor_class(PyObject* tensor_class) {
   tensor_attributes().grad.bind(tensor_class);
   tensor_attributes().requires_grad.bind(tensor_class);
+  api = nullptr;
   Ref capsule(PyObject_GetAttrString(tensor_class, "__dlpack_c_exchange_api__"));
   if (!capsule) return PyErr_Clear();
   auto* found = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
