@@ -36,10 +36,11 @@ def make(on):
 
 @pytest.fixture(autouse=True)
 def _same_start():
-    threads = torch.get_num_threads()
+    """One thread for small tensors (a busy machine makes more of them slow); tests of threads set their own."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
 
 
 def pytest_report_header() -> list[str]:

@@ -34,7 +34,7 @@ def in_layout(x: Tensor, layout: str) -> Tensor:
     if layout == "expanded":
         return x[..., :1].clone().expand(shape)
     if layout == "expanded-all":
-        return x.flatten()[:1].clone().expand(shape) if x.dim() < 2 else x.flatten()[0].clone().expand(shape)
+        return x.flatten()[:1].sum().expand(shape)
     if layout == "misaligned":
         out = x.new_full((x.numel() + 1,), holes)[1:].view(shape)
     elif layout == "sliced":
@@ -116,8 +116,12 @@ def mid_window_state(opt) -> dict:
 
 def buffers(opt) -> list[Tensor | None]:
     """The accumulation buffers of an open window, one per parameter; None without a contribution."""
-    state = mid_window_state(opt)["state"]
-    return [state.get(i, {}).get("accum") for i in range(len(params_of(opt)))]
+    saved = mid_window_state(opt)
+    found = {}
+    for group, names in zip(opt.param_groups, saved["param_groups"]):
+        for p, name in zip(group["params"], names["params"]):
+            found[p] = saved["state"].get(name, {}).get("accum")
+    return list(found.values())
 
 
 def surroundings(p: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ def test_buffers_hold_the_scaled_sum(make, device, window):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_every_size_and_dtype(make, device, shape, dtype):
+    torch.set_num_threads(3)
     p = torch.nn.Parameter(values(shape, dtype, device, spread=False))
     opt = make([p])
     oracle = Oracle(opt)

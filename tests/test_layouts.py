@@ -82,6 +82,7 @@ def test_layout_of_the_gradient_may_change_within_a_window(make, device, layout)
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "stepped", "misaligned"])
 @pytest.mark.parametrize("shape", [(2, 3), (1, 7), (7, 1), (33, 65), (129, 513)], ids=str)
 def test_strided_sizes(make, device, shape, layout):
+    torch.set_num_threads(3)
     p = parameter(values(shape, device=device), layout)
     opt = make([p], lr=0.5)
     oracle = Oracle(opt)
@@ -177,6 +178,7 @@ def test_parameters_that_share_storage_are_updated_one_after_the_other(make, dev
 
 def test_large_parameters_that_share_storage(make, device):
     """Beyond one chunk: a parallel update of both would race."""
+    torch.set_num_threads(3)
     n = 300_000
     views = [lambda x: x, lambda x: x[1:], lambda x: x[: n // 2]]
     flat = values((n,), device=device, spread=False)

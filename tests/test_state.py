@@ -167,7 +167,7 @@ def test_step_of_an_older_checkpoint(make, device, step):
     for _ in range(3):
         run_window(opt, micro_batches(params, [(1.0, None)]))
     state = copy.deepcopy(opt.state_dict())
-    state["state"][0]["step"] = step
+    state["state"][0]["step"] = copy.deepcopy(step)
     fresh = make(copies(params), lr=0.5)
     fresh.load_state_dict(state)
     oracle = Oracle(fresh)

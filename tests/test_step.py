@@ -55,6 +55,7 @@ def test_step_with_the_last_microbatch_equals_accumulate_then_step(make, device,
 
 @pytest.mark.parametrize("shape", [*SHAPES.values(), BEYOND_CACHE], ids=[*SHAPES, "beyond-cache"])
 def test_every_size(make, device, shape):
+    torch.set_num_threads(3)
     params = parameters(shape, device=device)
     opt = make(params, lr=0.5, weight_decay=0.3)
     oracle = Oracle(opt)
@@ -67,6 +68,7 @@ def test_every_size(make, device, shape):
 
 def test_sizes_mixed_in_one_bucket(make, device):
     """Large and small tensors side by side: chunks must neither overlap nor leave gaps."""
+    torch.set_num_threads(3)
     shapes = [SHAPES[name] for name in SHAPES] + [SHAPES[name] for name in reversed(SHAPES)]
     params = parameters(*shapes, device=device)
     opt = make(params, lr=0.5, weight_decay=0.3)

@@ -168,6 +168,7 @@ def test_calls_from_different_threads_in_turn(make, device):
 
 def test_two_optimizers_in_two_threads(make, device):
     """Different optimizers run at the same time and get what each would get alone."""
+    torch.set_num_threads(3)
     torch.manual_seed(0)
     start = parameters((100_000,), (5,), device=device)
     micros = micro_batches(start, [(0.5, None)] * 2)
@@ -198,7 +199,7 @@ def test_two_optimizers_in_two_threads(make, device):
 
 def test_other_threads_run_meanwhile(make, device):
     """The GIL is released: a Python thread makes progress during one long call."""
-    p = torch.nn.Parameter(torch.zeros(20_000_000, device=device))
+    p = torch.nn.Parameter(torch.zeros(5_000_000, device=device))
     opt = make([p])
     p.grad = torch.ones_like(p)
     opt.step()
@@ -322,10 +323,12 @@ def test_set_num_threads_is_honoured(on):
     assert started == [(1, 0), (2, 1), (3, 1), (1, 0)]
 
 
-def test_interrupt_between_calls_leaves_whole_calls(make, device):
-    """A signal handler that raises runs before or after a call's work, never in its middle."""
+def test_interrupt_does_not_split_an_update(make, on, device):
+    """A signal handler that raises (Ctrl-C) runs before or after a native call's work, never in its middle."""
     import signal
 
+    if on[0] == "reference":
+        pytest.skip("plain Python can be interrupted anywhere")
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("signals arrive in the main thread")
     p = torch.nn.Parameter(torch.zeros(2_000_000, device=device))
