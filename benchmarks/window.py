@@ -1,0 +1,283 @@
+"""Whole windows: N micro-batches and their update, against torch.optim.AdamW and other optimizers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness, results
+from benchmarks.harness import DTYPES, Limit, Stage, Variant, ratio, scaled
+from benchmarks.kernels import KERNELS
+from benchmarks.results import show
+from fused_accum import FusedAccumAdamW
+
+MICROBATCHES = (1, 4, 8)
+DISTINCT_GRADS = 4  # sets of gradients, taken in turn: beyond any cache
+HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+
+READING = """\
+How to read the output, one row per list of tensors, dtype, N and other optimizer:
+  list          gpt-50: the 50 tensors of a GPT of 4 layers of width 512 (27 M parameters);
+                gpt-300: those of 25 layers of width 256 (300 tensors, 20 M parameters).
+  ms            of a window with FusedAccumAdamW: N - 1 accumulate() and a step(). bytes: what it must move per
+                parameter, counted.
+  peer, its ms  torch's accumulate as autograd does: the first gradient becomes p.grad (free of charge), each further
+                one is added into it, tensor by tensor; then step() and zero_grad(). Only these calls are timed.
+  kind          exact: the same update (compared first; * marks the fastest of them). approximate: cheaper arithmetic,
+                another result: for bf16, sums and moments in bf16.
+  x faster      ms of the peer over ours, median of the rounds and its 95 % interval.
+What to expect in fp32: at N=1 not slower than the fastest exact peer, at N=8 at least 0.95 of its speed (116 bytes
+against 112: zeroing the buffer in place is the difference)."""
+
+OURS = "fused_accum"
+
+
+def gpt(width: int, layers: int, vocabulary: int = 0, context: int = 0) -> list[tuple[int, ...]]:
+    """Shapes of a GPT: 12 tensors a layer, and the two embeddings where a vocabulary is given."""
+    square, wide = (width, width), (4 * width, width)
+    layer = [(width,), (width,), (3 * width, width), (3 * width,), square, (width,),
+             (width,), (width,), wide, (4 * width,), wide[::-1], (width,)]  # fmt: skip
+    return ([(vocabulary, width), (context, width)] if vocabulary else []) + layer * layers
+
+
+def tensor_lists(shrink: int) -> dict[str, list[tuple[int, ...]]]:
+    """The lists of tensors, their widths divided by ``shrink``."""
+    return {
+        "gpt-50": gpt(512 // shrink, 4, 27_000 // shrink, 1024 // shrink),
+        "gpt-300": gpt(256 // shrink, 25),
+    }
+
+
+class Peer:
+    """A way through a window. ``stages`` of every run yield what is timed; gradients are given by ``take``."""
+
+    exact = True
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, values: Sequence[Tensor]):
+        self.params = [torch.nn.Parameter(value.clone()) for value in values]
+
+    def stages(self, grads: Sequence[Sequence[Tensor]]) -> Iterator[Stage]:
+        raise NotImplementedError
+
+    def results(self) -> dict[str, Tensor]:
+        """Parameters, and the moments of those that call them as torch does."""
+        found = {f"parameter {i}": p.detach() for i, p in enumerate(self.params)}
+        if isinstance(self.optimizer, torch.optim.AdamW):  # optimi's are divided by their bias already
+            for i, state in enumerate(self.optimizer.state.values()):
+                found |= {f"{name} {i}": state[name] for name in ("exp_avg", "exp_avg_sq")}
+        return found
+
+
+def give(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    for p, g in zip(params, grads):
+        p.grad = g
+
+
+class Ours(Peer):
+    def __init__(self, values: Sequence[Tensor], backend: str):
+        super().__init__(values)
+        self.optimizer = FusedAccumAdamW(self.params, backend=backend, **HYPER)
+
+    def stages(self, grads: Sequence[Sequence[Tensor]]) -> Iterator[Stage]:
+        for k, micro in enumerate(grads):
+            last = k == len(grads) - 1
+            yield partial(give, self.params, micro), self.optimizer.step if last else self.optimizer.accumulate
+
+
+class Accumulating(Peer):
+    """Any optimizer, with ``p.grad`` as the sum."""
+
+    def __init__(self, values: Sequence[Tensor], make: Callable[..., torch.optim.Optimizer], exact: bool = True):
+        super().__init__(values)
+        self.optimizer = make(self.params, **HYPER)
+        self.exact = exact
+        self.fresh = [torch.empty_like(p) for p in self.params]  # what backward would have allocated
+
+    def first(self, micro: Sequence[Tensor]) -> None:
+        torch._foreach_copy_(self.fresh, micro)
+        give(self.params, self.fresh)
+
+    @torch.no_grad()
+    def add(self, micro: Sequence[Tensor]) -> None:
+        for p, g in zip(self.params, micro):
+            p.grad.add_(g)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def stages(self, grads: Sequence[Sequence[Tensor]]) -> Iterator[Stage]:
+        yield partial(self.first, grads[0]), harness.nothing
+        for micro in grads[1:]:
+            yield harness.nothing, partial(self.add, micro)
+        yield harness.nothing, self.update
+
+
+class Widened(Peer):
+    """torch, exact for 16-bit parameters: fp32 sums of fp32 copies of the gradients, AdamW(fused) on fp32 copies."""
+
+    def __init__(self, values: Sequence[Tensor]):
+        super().__init__(values)
+        self.copies = [torch.nn.Parameter(value.float()) for value in values]
+        self.optimizer = torch.optim.AdamW(self.copies, fused=True, **HYPER)
+        self.sums, self.wide = ([torch.zeros_like(copy) for copy in self.copies] for _ in range(2))
+        give(self.copies, self.sums)
+
+    @torch.no_grad()
+    def add(self, micro: Sequence[Tensor], first: bool) -> None:
+        if first:
+            torch._foreach_copy_(self.sums, micro)
+            return
+        torch._foreach_copy_(self.wide, micro)
+        torch._foreach_add_(self.sums, self.wide)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_copy_(self.copies, self.params)
+        self.optimizer.step()
+        torch._foreach_copy_(self.params, self.copies)
+
+    def stages(self, grads: Sequence[Sequence[Tensor]]) -> Iterator[Stage]:
+        for k, micro in enumerate(grads):
+            yield harness.nothing, partial(self.add, micro, first=k == 0)
+        yield harness.nothing, self.update
+
+
+def peers(dtype: str, device: torch.device) -> dict[str, Callable[[Sequence[Tensor]], Peer]]:
+    """Everything to compare with, by name."""
+    exact = dtype == "fp32"
+    found: dict[str, Callable[[Sequence[Tensor]], Peer]] = {} if exact else {"torch, fp32 copies": Widened}
+    for way in ("fused", "foreach"):
+        found[f"torch AdamW({way})"] = partial(
+            Accumulating, make=partial(torch.optim.AdamW, **{way: True}), exact=exact
+        )
+    try:
+        import optimi
+    except ImportError:
+        return found
+    options = {"triton": True} if device.type != "cpu" and exact else {"foreach": True}
+    found["optimi AdamW"] = partial(Accumulating, make=partial(optimi.AdamW, **options), exact=exact)
+    return found
+
+
+def window_bytes(dtype: str, microbatches: int) -> int:
+    """What our window must move per parameter, counted."""
+    first, add, alone, _, last = (kernel.bytes[dtype] for kernel in KERNELS.values())
+    return alone if microbatches == 1 else first + add * (microbatches - 2) + last
+
+
+def measure(
+    name: str, shapes: Sequence[tuple[int, ...]], dtype: str, microbatches: int, limit: Limit, backend: str,
+    device: torch.device,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One row per peer; raises harness.NotEqual when an exact one does not compute what ours does."""
+
+    def tensors() -> list[Tensor]:
+        return [torch.randn(shape, device=device).to(DTYPES[dtype]) for shape in shapes]
+
+    values, sets = tensors(), [tensors() for _ in range(min(DISTINCT_GRADS, microbatches + 1))]
+
+    def grads(k: int) -> list[list[Tensor]]:
+        return [sets[(k * microbatches + i) % len(sets)] for i in range(microbatches)]
+
+    taking_part = {OURS: Ours(values, backend), **{key: make(values) for key, make in peers(dtype, device).items()}}
+    for peer in taking_part.values():
+        for k in range(2):
+            for before, timed in peer.stages(grads(k)):
+                before()
+                timed()
+    ours, equal = taking_part[OURS].results(), {}
+    for key, peer in taking_part.items():
+        if peer.exact:
+            theirs = peer.results()
+            what = f"{name}, {dtype}, N={microbatches}, {key}"
+            equal[key] = harness.require_equal(what, {entry: ours[entry] for entry in theirs}, theirs)
+    variants = [Variant(key, lambda k, peer=peer: peer.stages(grads(k))) for key, peer in taking_part.items()]
+    times = harness.interleave(variants, limit, device)
+    del taking_part[OURS]
+    exact = {key: harness.estimate(times[key]).median for key, peer in taking_part.items() if peer.exact}
+    return [
+        {
+            "list": name,
+            "dtype": dtype,
+            "microbatches": microbatches,
+            "peer": key,
+            "tensors": len(shapes),
+            "parameters": sum(value.numel() for value in values),
+            "bytes_per_parameter": window_bytes(dtype, microbatches),
+            "rounds": len(times[key]),
+            "ms": scaled(times[OURS], 1e3),
+            "peer_ms": scaled(times[key], 1e3),
+            "speedup": ratio(times[key], times[OURS]),
+            "exact": peer.exact,
+            "fastest_exact": key == min(exact, key=exact.__getitem__),
+            "equal": equal.get(key, "not compared"),
+        }
+        for key, peer in taking_part.items()
+    ]
+
+
+def as_table(rows: list[dict[str, Any]]) -> str:
+    headers = ["list", "dtype", "N", "bytes", "ms", "peer", "kind", "its ms", "x faster", "equal"]
+    cells = []
+    for row in rows:
+        kind = "exact *" if row["fastest_exact"] else "exact" if row["exact"] else "approximate"
+        ours = [row["list"], row["dtype"], row["microbatches"], row["bytes_per_parameter"], f"{row['ms'].median:.1f}"]
+        cells.append([*ours, row["peer"], kind, f"{row['peer_ms'].median:.1f}", show(row["speedup"]), row["equal"]])
+    return results.table(headers, cells)
+
+
+def draw(result: dict[str, Any]) -> Any:
+    """Milliseconds per window: a panel per list and dtype, a group of bars per N."""
+    plt = results.pyplot()
+    rows = result["rows"]
+    panels = list(dict.fromkeys((row["list"], row["dtype"]) for row in rows))
+    figure, grid = plt.subplots(1, len(panels), figsize=(5 * len(panels) + 1, 4.5), squeeze=False)
+    colours = ("#1f4e9c", "#c0392b", "#999999", "#d9a441", "#2a9d8f")
+    for axes, panel in zip(grid[0], panels):
+        here = [row for row in rows if (row["list"], row["dtype"]) == panel]
+        counts = list(dict.fromkeys(row["microbatches"] for row in here))
+        names = list(dict.fromkeys(row["peer"] for row in here))
+        bars = {OURS: [next(row["ms"] for row in here if row["microbatches"] == n) for n in counts]}
+        for name in names:
+            kind = "" if next(row["exact"] for row in here if row["peer"] == name) else " (approximate)"
+            bars[name + kind] = [row["peer_ms"] for row in here if row["peer"] == name]
+        width = 0.85 / len(bars)
+        for i, ((name, times), colour) in enumerate(zip(bars.items(), colours)):
+            places = [place + (i - (len(bars) - 1) / 2) * width for place in range(len(counts))]
+            spread = [[t.median - t.low for t in times], [t.high - t.median for t in times]]
+            axes.bar(places, [t.median for t in times], width, color=colour, label=name, yerr=spread, capsize=2,
+                     ecolor="#444444")  # fmt: skip
+        axes.set_xticks(range(len(counts)), [f"N={n}" for n in counts])
+        axes.set(xlabel=f"{panel[0]}, {panel[1]}", ylabel="ms per window")
+    return results.finished(figure, result)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = results.arguments("window", __doc__, READING)
+    parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all", help="of parameters and gradients")
+    parser.add_argument("--microbatches", type=int, nargs="+", help="N (default 1 4 8; 1 8 with --quick)")
+    parser.add_argument("--shrink", type=int, help="divide the widths by this (default 1; 2 with --quick)")
+    options = parser.parse_args(argv)
+    device, facts = results.start(options)
+    limit = results.limit(options, rounds=31, quick_seconds=3)
+    rows = []
+    for name, shapes in tensor_lists(options.shrink or (2 if options.quick else 1)).items():
+        for dtype in DTYPES if options.dtype == "all" else [options.dtype]:
+            for n in options.microbatches or ((1, 8) if options.quick else MICROBATCHES):
+                print(f"{name}, {dtype}, N={n} ...", file=sys.stderr, flush=True)
+                rows += measure(name, shapes, dtype, n, limit, options.backend, device)
+    print(f"at most {limit.rounds} rounds\n\n{as_table(rows)}")
+    result = {"benchmark": "window", "environment": facts, "rows": rows}
+    key = ("list", "dtype", "microbatches", "peer", "parameters")
+    return results.finish(result, options, key, ("speedup",), draw)
+
+
+if __name__ == "__main__":
+    results.run(main)
