@@ -1,6 +1,7 @@
 """What the tests share: making inputs, driving windows, looking into an optimizer."""
 
 import gc
+import re
 import warnings
 
 import torch
@@ -84,6 +85,19 @@ def micro_batches(params, window, dtype=None, layout=None, absent=()) -> list[Mi
     return micros
 
 
+def put(params, micro: Micro) -> None:
+    """What a backward would leave: the micro-batch's gradients in place."""
+    for p, g in zip(params, micro.grads):
+        give(p, g)
+
+
+def feed(opt, micro: Micro, last: bool = False) -> None:
+    """One micro-batch into accumulate(), or into step() when it is the last; the gradients given are copies."""
+    for p, g in zip(params_of(opt), micro.grads):
+        give(p, None if g is None else g.clone())
+    (opt.step if last else opt.accumulate)(scale=micro.scale, weight=micro.weight)
+
+
 def run_window(opt, micros: list[Micro], *, fold: bool = True, params=None) -> None:
     """Drives one window: accumulate() per micro-batch, the last one given to step() when `fold`.
 
@@ -94,8 +108,7 @@ def run_window(opt, micros: list[Micro], *, fold: bool = True, params=None) -> N
     before = [p.detach().clone() for p in params]
     for k, micro in enumerate(micros):
         kept = [None if g is None else g.clone() for g in micro.grads]
-        for p, g in zip(params, micro.grads):
-            give(p, g)
+        put(params, micro)
         if fold and k == len(micros) - 1:
             opt.step(scale=micro.scale, weight=micro.weight)
         else:
@@ -186,3 +199,22 @@ def live_storages() -> dict:
         if type(thing) in (Tensor, torch.nn.Parameter) and (storage := thing.untyped_storage()).nbytes():
             found[storage.data_ptr()] = storage
     return found
+
+
+def open_window(make, device, weight=None, **options):
+    """An optimizer with history, an open window and gradients in place."""
+    named = [("first", p) for p in parameters((65,), device=device)]
+    named += [("model.second", p) for p in parameters((4, 5), device=device)]
+    opt = make(named, lr=0.1, **options)
+    for call in (opt.step, opt.accumulate):
+        for _, p in named:
+            p.grad = values(p.shape, device=device)
+        call(scale=0.5 if call == opt.accumulate else 1.0, weight=weight)  # sums of scales stay 1
+    for _, p in named:
+        p.grad = values(p.shape, device=device)
+    return opt
+
+
+def assert_names(error, words):
+    for word in words:
+        assert re.search(re.escape(word), str(error)), f"{word!r} is not in: {error}"

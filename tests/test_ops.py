@@ -1,64 +1,16 @@
 """fused_accum.ops: torch.library ops, versions, full-graph compilation; the same lists into every backend."""
 
-import warnings
 
 import pytest
 import torch
 from cases import DTYPES, HYPER, LAYOUT_SHAPE, SHAPES, SMALL_SHAPES
 from harness import copies, in_layout, micro_batches, parameters, run_window, values
-from oracle import Micro, Oracle, same_bits
+from lists import Lists, float64, hyper_tensor
+from oracle import Micro, same_bits
 
 from fused_accum import backends, ops
 from fused_accum.rows import Rows
 from fused_accum.state import Hyper
-
-
-def float64(*numbers):
-    return torch.tensor(numbers[0] if len(numbers) == 1 else numbers, dtype=torch.float64)
-
-
-def hyper_tensor(group, scale=1.0, coefficient=1.0):
-    beta1, beta2 = group["betas"]
-    return float64(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], scale, coefficient)
-
-
-class Lists:
-    """Everything an update of some parameters works on, as lists."""
-
-    def __init__(
-        self, shapes, dtype=torch.float32, device="cpu", amsgrad=False, with_accum=True, layout="contiguous"
-    ):  # fmt: skip
-        def tensors(dtype=torch.float32, zero=False):
-            made = [values(shape, dtype, device) for shape in shapes]
-            return [in_layout(t.zero_() if zero else t, layout) for t in made]
-
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.params, self.grads = tensors(dtype), tensors(dtype)
-        self.accums = tensors(wide) if with_accum else []
-        self.exp_avgs, self.exp_avg_sqs = tensors(wide, zero=True), tensors(wide, zero=True)
-        self.max_exp_avg_sqs = tensors(wide, zero=True) if amsgrad else []
-        self.steps = [torch.zeros(()) for _ in shapes]
-
-    def all(self):
-        return (
-            self.params, self.grads, self.accums, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.steps,
-        )  # fmt: skip
-
-    def oracle(self, **hyper):
-        """An oracle whose window holds the buffers as a first micro-batch, then the gradients."""
-        stock = torch.optim.AdamW([torch.nn.Parameter(p) for p in self.params], **hyper)
-        return Oracle(stock), stock.param_groups[0]
-
-    def check(self, oracle):
-        oracle_params = oracle.params
-        state = {}
-        for i, p in enumerate(oracle_params):
-            p.data = self.params[i]
-            state[p] = {"step": self.steps[i], "exp_avg": self.exp_avgs[i], "exp_avg_sq": self.exp_avg_sqs[i]}
-            if self.max_exp_avg_sqs:
-                state[p]["max_exp_avg_sq"] = self.max_exp_avg_sqs[i]
-        oracle.check(state)
-
 
 # ---- the ops against the oracle --------------------------------------------------------------------------
 
@@ -212,95 +164,6 @@ def test_autograd_does_not_flow_through():
         ops.adamw_(params, *lists.all()[1:], float64(0.1, 0.9, 0.999, 1e-8, 0.1, 1.0, 1.0))
     assert params[0].requires_grad
     assert params[0].grad_fn is None
-
-
-# ---- compilation -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_dynamo():
-    import torch._dynamo
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield torch._dynamo
-    torch._dynamo.reset()
-
-
-def test_ops_compile_in_a_full_graph_once(fresh_dynamo):
-    """A training step's tail as one graph; a new lr or scale every call is data, not a reason to compile again."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def tail(lists, hyper, scale):
-        ops.accumulate_(lists[2], lists[1], scale)
-        ops.adamw_(*lists, hyper)
-        return [p * 2 for p in lists[0]]
-
-    compiled = torch.compile(tail, backend=counter, fullgraph=True)
-    torch.manual_seed(1)
-    eager, graph = Lists([(65,), (3, 4)]), None
-    torch.manual_seed(1)
-    graph = Lists([(65,), (3, 4)])
-    for n in range(10):
-        hyper, scale = float64(0.5 / (n + 1), 0.9, 0.999, 1e-8, 0.1, 0.5, 1.0), float64(0.1 * (n + 1))
-        expected, got = tail(eager.all(), hyper, scale), compiled(graph.all(), hyper, scale)
-        assert all(map(same_bits, expected, got))
-        if n == 0:
-            frames = counter.frame_count  # torch may restart its analysis within the first call
-    for ours, theirs in zip(eager.all(), graph.all()):
-        assert all(map(same_bits, ours, theirs))
-    assert counter.frame_count == frames
-    assert fresh_dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def test_compiled_step_has_one_graph_break_at_most_and_no_recompilation(fresh_dynamo, make, device):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    counter = CompileCounterWithBackend("aot_eager")
-    runs = []
-    for compile_it in (False, True):
-        torch.manual_seed(2)
-        params = parameters((65,), (3, 4), device=device)
-        opt = make(params, lr=0.5, weight_decay=0.3)
-        step = torch.compile(opt.step, backend=counter) if compile_it else opt.step
-        for n in range(50):
-            opt.param_groups[0]["lr"] = 0.5 / (n + 1)
-            for p in params:
-                p.grad = values(p.shape, device=device)
-            step()
-            if n == 2:
-                frames = counter.frame_count
-                unique = fresh_dynamo.utils.counters["stats"].get("unique_graphs", 0)
-        runs.append(params)
-    assert all(map(same_bits, *runs))
-    assert counter.frame_count == frames, "recompiled while only lr changed"
-    assert fresh_dynamo.utils.counters["stats"].get("unique_graphs", 0) == unique
-    assert sum(fresh_dynamo.utils.counters["graph_break"].values()) <= 1
-    assert not fresh_dynamo.utils.counters["recompiles"]
-
-
-def test_compiled_training_step(fresh_dynamo, make, device):
-    """A whole step compiled, with accumulate(): the optimizer breaks the graph and stays right."""
-    runs = []
-    for compile_it in (False, True):
-        torch.manual_seed(3)
-        model = torch.nn.Linear(4, 3).to(device)
-        opt = make(model.parameters(), lr=0.1)
-
-        def train(x, last, model=model, opt=opt):
-            model(x).square().mean().backward()
-            (opt.step if last else opt.accumulate)(scale=0.5)
-
-        step = torch.compile(train, backend="aot_eager") if compile_it else train
-        for n in range(6):
-            step(values((2, 4), device=device), n % 2 == 1)
-        runs.append(list(model.parameters()))
-    for p, q in zip(*runs):
-        torch.testing.assert_close(p, q)
 
 
 # ---- the same lists into every backend -------------------------------------------------------------------

@@ -12,7 +12,7 @@ from harness import (
     assert_same_run,
     buffers,
     copies,
-    give,
+    feed,
     micro_batches,
     mid_window_state,
     parameters,
@@ -22,12 +22,6 @@ from harness import (
 from oracle import Oracle, same_bits
 
 pytestmark = pytest.mark.filterwarnings("error")
-
-
-def feed(opt, micro, last=False):
-    for p, g in zip(params_of(opt), micro.grads):
-        give(p, None if g is None else g.clone())
-    (opt.step if last else opt.accumulate)(scale=micro.scale, weight=micro.weight)
 
 
 def through_file(opt, make, **options):
@@ -268,97 +262,3 @@ def test_groups_of_a_mid_window_state(make, device):
         feed(o, micros[1])
         feed(o, micros[2], last=True)
     assert_same_run(opt, fresh)
-
-
-# ---- groups that change in mid-window ---------------------------------------------------------------------
-
-
-def test_frozen_in_mid_window_steps_with_what_it_has(make, device):
-    params = parameters((65,), (5,), device=device)
-    opt = make(params, lr=0.5, weight_decay=0.3)
-    oracle = Oracle(opt)
-    micros = micro_batches(params, WINDOWS["mean-of-4"], absent={(2, 1), (3, 1)})
-    for k, micro in enumerate(micros):
-        if k == 2:
-            params[1].requires_grad_(False)
-        feed(opt, micro, last=k == 3)
-        if k < 3:
-            mid_window_state(opt)
-    oracle.window(micros)
-    oracle.check()
-    assert float(opt.state[params[1]]["step"]) == 1
-    params[1].requires_grad_(True)
-    with pytest.warns(UserWarning, match="weight="):
-        run_window(opt, micros[:2])
-
-
-def test_unfrozen_in_mid_window_joins(make, device):
-    params = parameters((65,), (5,), device=device)
-    params[1].requires_grad_(False)
-    opt = make(params, lr=0.5)
-    oracle = Oracle(opt)
-    micros = micro_batches(params, WINDOWS["mean-of-4"], absent={(0, 1), (1, 1)})
-    for k, micro in enumerate(micros):
-        if k == 2:
-            params[1].requires_grad_(True)
-        feed(opt, micro, last=k == 3)
-    oracle.window(micros)
-    oracle.check()
-
-
-def test_add_param_group_in_mid_window(make, device):
-    params = parameters((65,), (5,), device=device)
-    opt = make(params[:1], lr=0.5)
-    micros = micro_batches(params, WINDOWS["mean-of-4"], absent={(0, 1), (1, 1)})
-    for k, micro in enumerate(micros):
-        if k == 2:
-            opt.add_param_group({"params": params[1:], "lr": 0.1})
-            oracle = Oracle(opt)
-            assert opt.pending == (2, 0.0)
-        feed(opt, micro, last=k == 3)
-    oracle.window(micros)
-    oracle.check()
-
-
-def test_removed_in_mid_window_is_not_updated(make, device):
-    """It has left the optimizer: no update, no crash, and never an old sum in a later window."""
-    params = parameters((65,), (5,), device=device)
-    opt = make(params, lr=0.5)
-    run_window(opt, micro_batches(params, WINDOWS["mean-of-4"]))
-    oracle = Oracle(opt)
-    oracle.adopt()
-    micros = micro_batches(params, WINDOWS["mean-of-4"])
-    feed(opt, micros[0])
-    popped = opt.param_groups[0]["params"].pop(1)
-    left = popped.detach().clone()
-    mid_window_state(opt)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it may say that a part of the window is dropped
-        for k in (1, 2, 3):
-            feed(opt, micros[k], last=k == 3)
-    for micro in micros:
-        micro.grads.pop(1)
-    oracle.window(micros)
-    oracle.check()
-    assert same_bits(popped, left)
-    opt.param_groups[0]["params"].append(popped)
-    again = micro_batches(params, WINDOWS["mean-of-4"])
-    oracle.window(again)
-    run_window(opt, again)
-    oracle.check()
-
-
-def test_moved_between_groups_in_mid_window(make, device):
-    """The sum goes with the parameter; hyper-parameters are those of the group at the step."""
-    params = parameters((65,), (5,), device=device)
-    opt = make([{"params": params[:1], "lr": 0.5}, {"params": params[1:], "lr": 0.1}])
-    micros = micro_batches(params, WINDOWS["mean-of-4"])
-    oracle = Oracle(opt)
-    feed(opt, micros[0])
-    opt.param_groups[1]["params"].append(opt.param_groups[0]["params"].pop())
-    order = [1, 0]
-    moved = [type(m)([m.grads[i] for i in order], m.scale, m.weight) for m in micros]
-    oracle.window(moved)
-    for k in (1, 2, 3):
-        feed(opt, moved[k], last=k == 3)
-    oracle.check()

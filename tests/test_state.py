@@ -15,7 +15,7 @@ from harness import (
     run_window,
     values,
 )
-from oracle import Micro, Oracle, same_bits
+from oracle import Oracle, same_bits
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -315,96 +315,3 @@ def test_moments_of_another_shape_are_refused_by_name(make, device):
         opt.step()
     assert same_bits(params[0], before)
     assert params[0].grad is not None
-
-
-# ---- freezing, removing, adding ---------------------------------------------------------------------------
-
-
-def test_freeze_and_unfreeze_between_windows(make, device):
-    params = parameters((65,), (5,), device=device)
-    opt = make(params, lr=0.5, weight_decay=0.3)
-    oracle = Oracle(opt)
-    for n in range(6):
-        params[1].requires_grad_(n not in (2, 3))
-        absent = {(k, 1) for k in range(3) if not params[1].requires_grad}
-        micros = micro_batches(params, WINDOWS["uneven"], absent=absent)
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
-        opt.state_dict()
-    assert float(opt.state[params[1]]["step"]) == 4
-
-
-def test_removed_parameter_keeps_its_state_and_comes_back(make, device):
-    params = parameters((65,), (5,), device=device)
-    opt = make(params, lr=0.5, weight_decay=0.3)
-    oracle = Oracle(opt)
-    for n in range(6):
-        if n == 2:
-            popped = opt.param_groups[0]["params"].pop(1)
-        if n == 4:
-            opt.param_groups[0]["params"].append(popped)
-        micros = micro_batches(params_of(opt), WINDOWS["uneven"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
-        state = opt.state_dict()  # torch raises KeyError here
-        assert set(state["state"]) == set(range(len(params_of(opt))))
-    assert [float(opt.state[p]["step"]) for p in params] == [6, 4]
-
-
-def test_add_param_group_between_windows(make, device):
-    params = parameters((65,), (5,), device=device)
-    opt = make(params[:1], lr=0.5, weight_decay=0.3)
-    oracle = Oracle(opt)
-    for n in range(4):
-        if n == 2:
-            opt.add_param_group({"params": params[1:], "lr": 0.1, "betas": (0.5, 0.5)})
-            oracle.watch()
-        micros = micro_batches(params_of(opt), WINDOWS["uneven"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
-
-
-def test_parameters_replaced_in_a_group(make, device):
-    """What accelerate's FSDP2 path does: other objects in group['params'] after construction."""
-    opt = make(parameters((65,), (5,), device=device), lr=0.5)
-    run_window(opt, micro_batches(params_of(opt), WINDOWS["uneven"]))
-    opt.param_groups[0]["params"][:] = parameters((9,), (65,), device=device)
-    oracle = Oracle(opt)
-    for _ in range(2):
-        micros = micro_batches(params_of(opt), WINDOWS["uneven"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
-
-
-def test_zero_redundancy_style_state_assignment(make, device):
-    """ZeroRedundancyOptimizer assigns optimizer.state[param] itself."""
-    params = parameters((65,), device=device)
-    opt, other = make(params, lr=0.5), make(copies(params), lr=0.5)
-    micro = Micro([values((65,), device=device)])
-    run_window(opt, [micro])
-    for p, q in zip(params, params_of(other)):
-        q.data.copy_(p)
-        other.state[q] = {name: value.clone() for name, value in opt.state[p].items()}
-    for o in (opt, other):
-        torch.manual_seed(1)
-        run_window(o, micro_batches(params, WINDOWS["uneven"]))
-    assert_same_run(opt, other)
-
-
-def test_it_can_be_printed(make, device):
-    opt = make(parameters((5,), device=device), lr=0.5)
-    assert "FusedAccumAdamW" in repr(opt)
-    assert "lr: 0.5" in repr(opt)
-
-
-def test_backends_tells_what_runs(make, on, device):
-    params = parameters((5,), (3,), device=device)
-    opt = make(params)
-    rows = opt.backends
-    assert sum(row.parameters for row in rows) == 2
-    assert {row.backend for row in rows} == {on[0]}
-    assert all(isinstance(row.reason, str) and row.reason for row in rows)
