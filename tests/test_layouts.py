@@ -192,6 +192,38 @@ def test_large_parameters_that_share_storage(make, device):
     torch.testing.assert_close(flat.double().cpu(), shadow.flat, rtol=1e-5, atol=1e-5)
 
 
+def test_parameters_that_come_to_share_storage(make, device):
+    """The same first address, another stride: memory that was apart is shared from then on."""
+    torch.set_num_threads(3)
+    n = 200_000
+    flat = values((2 * n,), device=device, spread=False)
+    params = [torch.nn.Parameter(flat[:n]), torch.nn.Parameter(flat[n:])]
+    opt = make(params, lr=0.3, weight_decay=0.3)
+    run_window(opt, micro_batches(params, WINDOWS["N=1"]))
+    for p in params:
+        del opt.state[p]
+    params[0].data = flat[::2]
+    views = [lambda x: x[::2], lambda x: x[n:]]
+    shadow = Shadow(flat, views, lr=0.3, weight_decay=0.3)
+    for _ in range(10):
+        micros = micro_batches(params, WINDOWS["N=1"])
+        shadow.window(micros)
+        run_window(opt, micros)
+    torch.testing.assert_close(flat.double().cpu(), shadow.flat, rtol=1e-4, atol=1e-4)
+
+
+def test_gradient_that_is_the_parameter_itself(make, device):
+    """p.grad = p.detach(), as L2 experiments do: the gradient is read before the parameter is written."""
+    (p,) = parameters((1000,), device=device)
+    opt = make([p], lr=0.5, weight_decay=0.3)
+    oracle = Oracle(opt)
+    for _ in range(3):
+        oracle.window([Micro([p.detach().clone()])])
+        p.grad = p.detach()
+        opt.step()
+        oracle.check()
+
+
 def test_neighbours_in_one_storage_do_not_touch_each_other(make, device):
     """Flat parameters whose views are adjacent but disjoint."""
     flat = values((1000,), device=device)

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -114,3 +116,44 @@ def assert_usable(opt, weight=None):
     opt.step(scale=0.5, weight=weight)
     assert all(not same_bits(p, x) and p.isfinite().all() for p, x in zip(params_of(opt), before))
     assert opt.pending == (0, 0.0)
+
+
+# ---- without the native extension ------------------------------------------------------------------------
+
+WITHOUT_NATIVE = """
+import sys, warnings
+sys.modules["fused_accum._C"] = None  # what an installation without a compiler looks like
+import torch
+from fused_accum import FusedAccumAdamW
+
+with warnings.catch_warnings(record=True) as record:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        p = torch.nn.Parameter(torch.ones(3))
+        opt = FusedAccumAdamW([p], lr=0.1)
+        for call in (opt.accumulate, opt.step):
+            p.grad = torch.ones(3)
+            call(scale=0.5)
+(row,) = opt.backends
+print(row.backend, p.tolist())
+print(row.reason)
+print([str(w.message) for w in record])
+p = torch.nn.Parameter(torch.ones(3))
+p.grad = torch.ones(3)
+try:
+    FusedAccumAdamW([p], backend="cpu").step()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_without_the_native_extension_the_first_use_says_what_is_missing():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NATIVE], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result, reason, warned, refused = done.stdout.splitlines()
+    assert result.startswith("reference [0.89")
+    assert len(eval(warned)) == 1, "one warning in a process"
+    for text in (reason, warned, refused):
+        assert_names(text, ["g++", "install"])
