@@ -8,8 +8,14 @@ into a training loop are in benchmarks/loops.py.
 
 from __future__ import annotations
 
-import math
 import os
+
+if __name__ == "__main__":
+    # Read by OpenMP when torch loads it. Threads that wait then sleep; spinning, as is the default, made this job
+    # five times slower on cores that other programs use too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import math
 import signal
 import sys
 from pathlib import Path

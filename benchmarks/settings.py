@@ -27,11 +27,11 @@ class Settings:
     heads: int = 4
     context: int = 128
     dropout: float = 0.0
-    steps: int = 200
+    steps: int = 160
     microbatches: int = 4
     passages: int = 4
     epoch: int = 250
-    lr: float = 3e-3
+    lr: float = 1.2e-3
     warmup: int = 20
     weight_decay: float = 0.1
     seed: int = 0
@@ -40,7 +40,7 @@ class Settings:
     mode: str = "explicit"
     backend: str = "auto"
     eval_every: int = 40
-    eval_bytes: int = 65536
+    eval_bytes: int = 32768
     sample: int = 200
 
     def sides(self) -> list[str]:

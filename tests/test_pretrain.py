@@ -168,6 +168,7 @@ def test_resumes_into_another_folder_with_the_whole_log(job, tmp_path, monkeypat
     assert_same_end(whole, job("--resume", str(tmp_path / "first" / "checkpoint.pt"), out="second"))
 
 
+@pytest.mark.slow
 def test_sigint_from_outside_saves_and_stops(job, text, tmp_path):
     out = tmp_path / "outside"
     steps = ["--steps", "120", "--eval-every", "120"]
