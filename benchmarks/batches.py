@@ -40,6 +40,10 @@ class Windows:
         """The number of the first micro-batch of ``window`` (the number of micro-batches before it)."""
         return window // self.per_epoch * self.epoch + window % self.per_epoch * self.size
 
+    def members(self, window: int) -> range:
+        """The numbers of the micro-batches of ``window``."""
+        return range(self.first(window), self.first(window + 1))
+
     def of(self, micro_batch: int) -> int:
         """The window that ``micro_batch`` belongs to."""
         return micro_batch // self.epoch * self.per_epoch + micro_batch % self.epoch // self.size
@@ -77,8 +81,7 @@ class MicroBatches:
         return int(self.passages.lengths[self.passages_of(micro_batch)].sum())
 
     def get(self, micro_batch: int, windows: Windows, device: torch.device) -> MicroBatch:
-        window = windows.of(micro_batch)
-        members = range(windows.first(window), windows.first(window + 1))
+        members = windows.members(windows.of(micro_batch))
         inputs, targets = pad(self.passages, self.passages_of(micro_batch))
         return MicroBatch(
             inputs.to(device),

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from benchmarks import JobError, pretrain, train_state
-from benchmarks.batches import IGNORED, MicroBatches, Windows, pad
+from benchmarks.batches import IGNORED
 from benchmarks.gpt import GPT
 from benchmarks.settings import parse
 from benchmarks.side import Side
-from benchmarks.text import bigram_loss, load_text
 
 ROOT = Path(__file__).parents[1]
 OPTIMIZERS = ["fused", "torch"]
@@ -210,10 +209,6 @@ def test_a_failed_save_keeps_the_last_checkpoint(tmp_path, monkeypatch):
 # -- windows and weights ------------------------------------------------------------------------------------
 
 
-def members(windows, window):
-    return range(windows.first(window), windows.first(window + 1))
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("size", [4, 2], ids=["full", "short"])
 def test_a_window_is_one_batch_over_its_tokens(text, tmp_path, optimizer, size):
@@ -224,7 +219,7 @@ def test_a_window_is_one_batch_over_its_tokens(text, tmp_path, optimizer, size):
     side = run.sides[0]
     for p in side.model.parameters():
         torch.nn.init.normal_(p, std=0.2)  # branches that start at zero would leave most gradients zero
-    windows = ([run.batches.get(k, run.windows, run.device) for k in members(run.windows, w)] for w in range(100))
+    windows = ([run.batches.get(k, run.windows, run.device) for k in run.windows.members(w)] for w in range(100))
     batches = next(w for w in windows if len(w) == size and len({b.tokens for b in w}) == size)
     assert [b.ends_window for b in batches] == [*[False] * (size - 1), True]
 
@@ -243,48 +238,6 @@ def test_a_window_is_one_batch_over_its_tokens(text, tmp_path, optimizer, size):
         torch.testing.assert_close(exp_avg, 0.1 * gradient, rtol=1e-4, atol=1e-7)
     loss_sum, _ = side.end_window()
     assert loss_sum == pytest.approx(total.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize(("size", "epoch"), [(4, 10), (4, 8), (3, 1), (1, 5), (8, 3)])
-def test_windows_cover_every_micro_batch_once(size, epoch):
-    windows = Windows(size, epoch)
-    each = [members(windows, w) for w in range(12)]
-    assert [k for m in each for k in m] == list(range(windows.first(12)))
-    assert all(windows.of(k) == w for w, m in enumerate(each) for k in m)
-    assert all(0 < len(m) <= size for m in each)
-    assert all(len({k // epoch for k in m}) == 1 for m in each), "a window crosses the end of an epoch"
-
-
-# -- text ---------------------------------------------------------------------------------------------------
-
-
-def test_every_byte_is_predicted_once_and_a_pass_holds_every_passage(text):
-    loaded = load_text(str(text), context=32, max_bytes=1 << 20)
-    documents = [path.read_bytes() for path in sorted(text.iterdir())]
-    held_out = [d for k, d in enumerate(documents) if k % 10 == 5]
-    predicted = []
-    for k in range(len(loaded.held_out.starts)):
-        inputs, targets = pad(loaded.held_out, torch.tensor([k]))
-        assert inputs[0, 1:].tolist() == targets[0, :-1].tolist()
-        predicted += targets[0].tolist()
-    assert bytes(predicted) == b"".join(held_out)
-
-    batches = MicroBatches(loaded.train, batch=4, seed=0)
-    for number in 0, 1:
-        order = [batches.passages_of(number * batches.per_pass + k) for k in range(batches.per_pass)]
-        assert sorted(torch.cat(order).tolist()) == list(range(len(loaded.train.starts)))
-    tokens = [batches.tokens(k) for k in range(batches.per_pass)]
-    assert max(tokens) > 1.5 * min(tokens)
-
-
-def test_bigram_is_the_add_one_model(tmp_path):
-    (tmp_path / "abab").write_bytes(b"ab" * 500)
-    loaded = load_text(str(tmp_path / "abab"), context=16, max_bytes=1 << 20)
-    # 900 bytes to train on: a follows the newline once and b 449 times, b follows a 450 times; then 100 held out.
-    after = {"\n": 2 / 257, "a": 451 / 706, "b": 450 / 705}
-    log = {key: torch.tensor(value, dtype=torch.float64).log().item() for key, value in after.items()}
-    expected = -(log["\n"] + 50 * log["a"] + 49 * log["b"]) / 100
-    assert bigram_loss(loaded.train, loaded.held_out) == pytest.approx(expected, rel=1e-12)
 
 
 # -- errors -------------------------------------------------------------------------------------------------
