@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from itertools import pairwise
 
+import numpy
 import pytest
 import torch
 from cases import BEYOND_CACHE, DTYPES, GRADIENT_LAYOUTS, HYPER, LAYOUT_SHAPE, PARAMETER_LAYOUTS, SHAPES, WINDOWS
-from harness import in_layout, micro_batches, parameter, parameters, run_window, values
+from harness import buffers, in_layout, micro_batches, parameter, parameters, run_window, values
 from oracle import Oracle, same_bits
 
 from fused_accum import FusedAccumAdamW, backends
@@ -204,6 +206,36 @@ INF = float("inf")
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1.1e-38, 1e-20, 3e38, -3e38, INF, -INF, float("nan"), 1.0, -1.5]
 
 
+def nearest_float32(x: Fraction) -> float:
+    """The float32 nearest to x, which must not be a tie."""
+    near = numpy.float32(float(x))
+    candidates = [numpy.nextafter(near, numpy.float32(side)) for side in (-numpy.inf, numpy.inf)] + [near]
+    return float(min(candidates, key=lambda c: abs(Fraction(float(c)) - x)))
+
+
+def test_fma_rounds_once_next_to_a_tie(isa):
+    """a + s*g within 2^-70 of the middle between two floats: rounding first to double would decide it wrongly.
+
+    Random inputs meet such a case about once in 2^29 additions."""
+    one_less, one_more = 1 - 2.0**-23, 1 + 2.0**-23
+    for scale in (one_less * 2.0**-24, one_more * 2.0**-24, one_more * 2.0**-23, one_less * 3 * 2.0**-24):
+        rows = [
+            (sign * a, other * g)
+            for a in (1.0, one_more, 1 + 2.0**-22, 1.5, 2 - 2.0**-23)
+            for g in (one_less, one_more, 1 - 2.0**-22, 1.0 + 2.0**-22)
+            for sign in (1, -1)
+            for other in (1, -1)
+        ]
+        start, grad = (torch.tensor(column, dtype=torch.float32) for column in zip(*rows))
+        p = torch.nn.Parameter(torch.zeros(len(rows)))
+        opt = FusedAccumAdamW([p], backend="cpu")
+        for g, s in ((start, 1.0), (grad, scale)):
+            p.grad = g.clone()
+            opt.accumulate(s)
+        exact = [Fraction(a) + Fraction(float(numpy.float32(scale))) * Fraction(g) for a, g in rows]
+        assert buffers(opt)[0].tolist() == [nearest_float32(x) for x in exact]
+
+
 def test_paths_agree_on_special_values():
     """Signed zeros, subnormals, overflow, infinities, NaN: in every operand and pairing (NaN payloads aside)."""
     a, b, c = (x.flatten() for x in torch.meshgrid(*[torch.tensor(SPECIAL)] * 3, indexing="ij"))
@@ -243,6 +275,8 @@ def test_conversion_of_every_pattern_agrees(dtype):
 
 def test_flush_to_zero_is_the_callers(isa):
     """torch.set_flush_denormal in the calling thread holds on the workers too, so threads do not change results."""
+    torch.set_num_threads(7)
+    bits_of_a_run(7, lambda: (parameters((300_000,)), micro_batches))  # starts the workers, in the ordinary mode
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor has no such mode")
     try:

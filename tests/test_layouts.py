@@ -176,6 +176,22 @@ def test_parameters_that_share_storage_are_updated_one_after_the_other(make, dev
         torch.testing.assert_close(flat.double().cpu(), shadow.flat, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("n", [16_384, 32_768, 65_536])
+def test_many_parameters_on_the_same_elements(make, device, n):
+    """Parts of work that lie next to each other in the queue write the same memory."""
+    torch.set_num_threads(3)
+    views = [lambda x: x] * 12
+    flat = values((n,), device=device, spread=False)
+    shadow = Shadow(flat, views, lr=0.3, weight_decay=0.3)
+    params = [torch.nn.Parameter(view(flat)) for view in views]
+    opt = make(params, lr=0.3, weight_decay=0.3)
+    for _ in range(3):
+        micros = micro_batches(params, WINDOWS["N=1"])
+        shadow.window(micros)
+        run_window(opt, micros)
+        torch.testing.assert_close(flat.double().cpu(), shadow.flat, rtol=1e-4, atol=1e-4)
+
+
 def test_large_parameters_that_share_storage(make, device):
     """Beyond one chunk: a parallel update of both would race."""
     torch.set_num_threads(3)

@@ -192,3 +192,28 @@ def test_gradients_from_real_backwards(make, device):
         oracle.window(micros)
         opt.step(scale=0.25)
         oracle.check()
+
+
+def test_methods_called_on_a_wrapper(make, device):
+    """Lightning wraps an optimizer in a class made on the fly that copies its __dict__ and calls its methods with
+    another self: windows must be those of the optimizer itself."""
+    params = parameters((65,), device=device)
+    opt = make(params, lr=0.5)
+
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.__dict__ = dict(optimizer.__dict__)
+            self.__class__ = type("Wrapped", (Wrapper, type(optimizer)), {})
+
+    wrapper = Wrapper(opt)
+    oracle = Oracle(opt)
+    micros = micro_batches(params, WINDOWS["mean-of-4"])
+    for k, micro in enumerate(micros[:3]):
+        params[0].grad = micro.grads[0]
+        (wrapper if k % 2 else opt).accumulate(0.25)
+        assert opt.pending == wrapper.pending == (k + 1, 0.0)
+    params[0].grad = micros[3].grads[0]
+    oracle.window(micros)
+    wrapper.step(scale=0.25)
+    assert opt.pending == (0, 0.0)
+    oracle.check()
