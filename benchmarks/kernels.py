@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -228,7 +229,7 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """Bars of counted bytes over time for ours and torch's, under the line of a.add_(b)."""
+    """Bars of counted bytes over time, ours (with how much faster it is) and torch's, and the line of a.add_(b)."""
     plt = results.pyplot()
     figure, axes = plt.subplots(figsize=(11, 4.8))
     colours = {("ours", "fp32"): "#1f4e9c", ("torch", "fp32"): "#b9c3d3",
@@ -243,9 +244,9 @@ def draw(result: dict[str, Any]) -> Any:
         axes.bar(i + 0.2, torchs, 0.4, color=colours["torch", dtype], label=f"torch, {dtype}")
         limit = row["add_gb_per_s"].median
         axes.plot([i - 0.45, i + 0.45], [limit, limit], color="#c0392b", lw=1.6, label="a.add_(b), fp32")
-        axes.annotate(f"{row['speedup'].median:.2f}x", (i - 0.2, ours.high), (0, 3), textcoords="offset points",
-                      ha="center", fontsize=9)  # fmt: skip
-        labels.append(f"{row['kernel'].replace(', ', chr(10))}\n{dtype}")
+        axes.annotate(f"{row['speedup'].median:.2f}x", (i - 0.2, 0), (0, 4), textcoords="offset points", ha="center",
+                      fontsize=8, color="white")  # fmt: skip
+        labels.append(f"{fill(row['kernel'], 14)}\n{dtype}")
     axes.set_xticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylabel("GB/s of the bytes the pass must move")
     return results.finished(figure, result)

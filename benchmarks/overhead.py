@@ -15,10 +15,13 @@ from fused_accum import FusedAccumAdamW
 
 COUNTS = (1, 10, 30, 100, 300, 1000, 3000)
 ELEMENTS = 64  # of every tensor: next to no work, so what is timed is the way there
+WARM_CALLS = 4  # timed in a row, after one that is not
 
 READING = """\
 How to read the output, one row per number of tensors of 64 fp32 elements each:
-  us            a call keeps the host busy, gradients set before it, outside the timed part (autograd does that).
+  us            a call keeps the host busy, gradients set before it, outside the timed part (autograd does that). Of a
+                few calls in a row; with --cold of single calls, each after a sweep through more than the cache, as
+                after a large backward.
   columns after it, for each torch variant: its microseconds, and ours as a part of them: 0.20 means a fifth.
   accumulate    in an open window, against torch._foreach_add_(buffers, gradients) and a loop of
                 buffer.add_(gradient), which is what autograd does.
@@ -27,6 +30,8 @@ Brackets are 95 % intervals of the median of ratios taken round by round. Result
 What to expect for 300 tensors on a CPU: step at most 0.2 of fused AdamW, accumulate at most 1.0 of _foreach_add_."""
 
 OURS = "fused_accum"
+COLOURS = {OURS: "#1f4e9c", "torch._foreach_add_": "#c0392b", "add_ each": "#999999",
+           "AdamW(fused)": "#d9822b", "AdamW(foreach)": "#8e6bb0"}  # fmt: skip
 
 
 class Call:
@@ -35,8 +40,16 @@ class Call:
     def __init__(self, before: Callable[[], Any], call: Callable[[], Any], read: Callable[[], list[Tensor]]):
         self.before, self.call, self.read = before, call, read
 
-    def stages(self) -> Iterator[Stage]:
-        yield self.before, self.call
+    def warm(self) -> Iterator[Stage]:
+        self.before()
+        self.call()
+        for _ in range(WARM_CALLS):
+            yield self.before, self.call
+
+    def cold(self, filler: Tensor) -> Iterator[Stage]:
+        self.before()
+        filler.add_(1)
+        yield harness.nothing, self.call
 
     def results(self) -> dict[str, Tensor]:
         return {str(i): t for i, t in enumerate(self.read())}
@@ -77,9 +90,12 @@ def accumulating(inputs: Inputs, backend: str) -> dict[str, Call]:
         for buffer, grad in zip(single, inputs.grads):
             buffer.add_(grad)
 
+    def foreach() -> None:
+        torch._foreach_add_(together, inputs.grads)
+
     return {
         OURS: Call(give, optimizer.accumulate, buffers),
-        "_foreach_add_": Call(harness.nothing, lambda: torch._foreach_add_(together, inputs.grads), lambda: together),
+        "torch._foreach_add_": Call(harness.nothing, foreach, lambda: together),
         "add_ each": Call(harness.nothing, loop, lambda: single),
     }
 
@@ -105,8 +121,13 @@ def stepping(inputs: Inputs, backend: str) -> dict[str, Call]:
 CALLS = {"accumulate": accumulating, "step": stepping}
 
 
-def measure(call: str, count: int, limit: Limit, backend: str, device: torch.device) -> list[dict[str, Any]]:
-    """One row per torch variant; raises harness.NotEqual when one does not compute what ours does."""
+def measure(
+    call: str, count: int, limit: Limit, backend: str, device: torch.device, filler: Tensor | None = None
+) -> list[dict[str, Any]]:
+    """One row per torch variant; raises harness.NotEqual when one does not compute what ours does.
+
+    ``filler``: larger than the cache, for cold calls; None for warm ones.
+    """
     subjects = CALLS[call](Inputs(count, device), backend)
     for subject in subjects.values():
         for _ in range(3):
@@ -117,16 +138,21 @@ def measure(call: str, count: int, limit: Limit, backend: str, device: torch.dev
         name: harness.require_equal(f"{call}, {count} tensors, {name}", ours, subject.results())
         for name, subject in subjects.items()
     }
-    variants = [Variant(name, lambda _, subject=subject: subject.stages()) for name, subject in subjects.items()]
+    calls = WARM_CALLS if filler is None else 1
+    variants = [
+        Variant(name, lambda _, one=subject: one.warm() if filler is None else one.cold(filler))
+        for name, subject in subjects.items()
+    ]
     times = harness.interleave(variants, limit, device, clock=harness.host_seconds)
     return [
         {
             "call": call,
             "tensors": count,
+            "cold": filler is not None,
             "torch": name,
             "rounds": len(times[name]),
-            "us": scaled(times[OURS], 1e6),
-            "torch_us": scaled(times[name], 1e6),
+            "us": scaled(times[OURS], 1e6 / calls),
+            "torch_us": scaled(times[name], 1e6 / calls),
             "part": ratio(times[OURS], times[name]),
             "speedup": ratio(times[name], times[OURS]),
             "equal": equal[name],
@@ -155,14 +181,14 @@ def draw(result: dict[str, Any]) -> Any:
     for axes, call in zip(panels, CALLS):
         rows = [row for row in result["rows"] if row["call"] == call]
         names = list(dict.fromkeys(row["torch"] for row in rows))
-        curves = {"fused_accum": [(row["tensors"], row["us"]) for row in rows if row["torch"] == names[0]]}
+        curves = {OURS: [(row["tensors"], row["us"]) for row in rows if row["torch"] == names[0]]}
         for name in names:
             curves[name] = [(row["tensors"], row["torch_us"]) for row in rows if row["torch"] == name]
-        for (name, points), colour in zip(curves.items(), ("#1f4e9c", "#c0392b", "#999999")):
+        for name, points in curves.items():
             counts = [count for count, _ in points]
-            axes.plot(counts, [time.median for _, time in points], "o-", color=colour, ms=4, label=name)
+            axes.plot(counts, [time.median for _, time in points], "o-", color=COLOURS[name], ms=4, label=name)
             axes.fill_between(counts, [time.low for _, time in points], [time.high for _, time in points],
-                              color=colour, alpha=0.15, lw=0)  # fmt: skip
+                              color=COLOURS[name], alpha=0.15, lw=0)  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel="tensors of 64 elements", ylabel=f"{call}(): us per call")
         axes.grid(alpha=0.25)
     return results.finished(figure, result)
@@ -171,18 +197,20 @@ def draw(result: dict[str, Any]) -> Any:
 def main(argv: list[str] | None = None) -> int:
     parser = results.arguments("overhead", __doc__, READING)
     parser.add_argument("--tensors", type=int, nargs="+", help=f"(default {' '.join(map(str, COUNTS))})")
+    parser.add_argument("--cold", action="store_true", help="sweep through the cache before every call")
     options = parser.parse_args(argv)
     device, facts = results.start(options)
-    limit = results.limit(options, rounds=301, quick_seconds=2)
+    filler = torch.zeros(harness.cache_bytes(device) // 2, device=device) if options.cold else None
+    limit = results.limit(options, rounds=101, quick_seconds=2)
     rows = []
     for call in CALLS:
         for count in options.tensors or COUNTS:
             print(f"{call}, {count} tensors ...", file=sys.stderr, flush=True)
-            rows += measure(call, count, limit, options.backend, device)
+            rows += measure(call, count, limit, options.backend, device, filler)
     for call in CALLS:
         print(f"\n{call}()\n\n{as_table([row for row in rows if row['call'] == call])}")
     result = {"benchmark": "overhead", "environment": facts, "rows": rows}
-    return results.finish(result, options, ("call", "tensors", "torch"), ("speedup",), draw)
+    return results.finish(result, options, ("call", "tensors", "torch", "cold"), ("speedup",), draw)
 
 
 if __name__ == "__main__":

@@ -201,13 +201,14 @@ def pyplot() -> Any:
 
 
 def finished(figure: Any, result: dict[str, Any]) -> Any:
-    """``figure`` with one legend entry per label, no box, and where the numbers come from."""
+    """``figure`` with one legend for all of it, no boxes, and where the numbers come from."""
+    handles: dict[str, Any] = {}
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-        handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
-        if handles:
-            axes.legend(handles.values(), handles.keys(), fontsize=8, ncols=3, loc="lower center",
-                        bbox_to_anchor=(0.5, 1.0), frameon=False)  # fmt: skip
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
+    figure.tight_layout()
+    figure.legend(handles.values(), handles.keys(), fontsize=8, ncols=5, loc="lower center", frameon=False,
+                  bbox_to_anchor=(0.5, 1.0))  # fmt: skip
     figure.text(0.01, -0.03, heading(result["environment"]), fontsize=7, color="#555555")
     return figure
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -234,28 +235,29 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """Milliseconds per window: a panel per list and dtype, a group of bars per N."""
+    """Milliseconds per window: a panel per list and dtype, a group of bars per N; approximate ones are hatched."""
     plt = results.pyplot()
     rows = result["rows"]
-    panels = list(dict.fromkeys((row["list"], row["dtype"]) for row in rows))
-    figure, grid = plt.subplots(1, len(panels), figsize=(5 * len(panels) + 1, 4.5), squeeze=False)
-    colours = ("#1f4e9c", "#c0392b", "#999999", "#d9a441", "#2a9d8f")
-    for axes, panel in zip(grid[0], panels):
-        here = [row for row in rows if (row["list"], row["dtype"]) == panel]
+    lists, dtypes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("list", "dtype"))
+    colours = dict(zip([OURS, *dict.fromkeys(row["peer"] for row in rows)],
+                       ("#1f4e9c", "#c0392b", "#999999", "#d9a441", "#2a9d8f")))  # fmt: skip
+    figure, grid = plt.subplots(len(lists), len(dtypes), figsize=(5.5 * len(dtypes), 3.4 * len(lists)), squeeze=False)
+    for axes, (name, dtype) in zip(grid.flat, product(lists, dtypes)):
+        here = [row for row in rows if (row["list"], row["dtype"]) == (name, dtype)]
         counts = list(dict.fromkeys(row["microbatches"] for row in here))
-        names = list(dict.fromkeys(row["peer"] for row in here))
-        bars = {OURS: [next(row["ms"] for row in here if row["microbatches"] == n) for n in counts]}
-        for name in names:
-            kind = "" if next(row["exact"] for row in here if row["peer"] == name) else " (approximate)"
-            bars[name + kind] = [row["peer_ms"] for row in here if row["peer"] == name]
+        bars = [(OURS, True, [next(row["ms"] for row in here if row["microbatches"] == n) for n in counts])]
+        for peer in dict.fromkeys(row["peer"] for row in here):
+            its = [row for row in here if row["peer"] == peer]
+            bars.append((peer, its[0]["exact"], [row["peer_ms"] for row in its]))
         width = 0.85 / len(bars)
-        for i, ((name, times), colour) in enumerate(zip(bars.items(), colours)):
+        for i, (peer, exact, times) in enumerate(bars):
             places = [place + (i - (len(bars) - 1) / 2) * width for place in range(len(counts))]
             spread = [[t.median - t.low for t in times], [t.high - t.median for t in times]]
-            axes.bar(places, [t.median for t in times], width, color=colour, label=name, yerr=spread, capsize=2,
+            axes.bar(places, [t.median for t in times], width, color=colours[peer], hatch=None if exact else "//",
+                     edgecolor="white", lw=0, label=peer if exact else f"{peer}, approximate", yerr=spread, capsize=2,
                      ecolor="#444444")  # fmt: skip
         axes.set_xticks(range(len(counts)), [f"N={n}" for n in counts])
-        axes.set(xlabel=f"{panel[0]}, {panel[1]}", ylabel="ms per window")
+        axes.set(title=f"{name}, {dtype}", ylabel="ms per window")
     return results.finished(figure, result)
 
 

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ FLOORS = {
 KEYS = {
     kernels: {"kernel", "dtype", "numel", "bytes_per_parameter", "ms", "gb_per_s", "add_gb_per_s", "fraction_of_add",
               "torch", "torch_ms", "speedup", "equal", "rounds"},
-    overhead: {"call", "tensors", "torch", "us", "torch_us", "part", "speedup", "equal", "rounds"},
+    overhead: {"call", "tensors", "torch", "cold", "us", "torch_us", "part", "speedup", "equal", "rounds"},
     window: {"list", "dtype", "microbatches", "peer", "tensors", "parameters", "bytes_per_parameter", "ms", "peer_ms",
              "speedup", "exact", "fastest_exact", "equal", "rounds"},
 }  # fmt: skip
@@ -300,6 +301,23 @@ def test_backends(program, capsys):
     with pytest.raises(SystemExit, match="backend is 'abacus'"):
         program.main([*TINY[program], "--backend", "abacus"])
     assert capsys.readouterr().out == ""
+
+
+def test_cold_calls_are_not_compared_with_warm_ones(written, tmp_path):
+    file = tmp_path / "cold.json"
+    assert overhead.main([*TINY[overhead], "--cold", "--json", str(file)]) == 0
+    assert all(row["cold"] for row in json.loads(file.read_text())["rows"])
+    with pytest.raises(SystemExit, match="no row"):
+        overhead.main([*TINY[overhead], "--against", str(file)])
+
+
+def test_optimi_takes_part_where_it_is_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optimi", SimpleNamespace(AdamW=torch.optim.AdamW))
+    rows = window.measure("two", [(5, 3), (7,)], "fp32", 2, Limit(2), "auto", CPU)
+    assert rows[-1]["peer"] == "optimi AdamW"
+    assert rows[-1]["exact"]
+    monkeypatch.setitem(sys.modules, "optimi", None)  # not installed
+    assert "optimi AdamW" not in window.peers("fp32", CPU)
 
 
 def test_reference_backend(capsys):
