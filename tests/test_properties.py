@@ -13,7 +13,7 @@ from oracle import Micro, Oracle, same_bits, within
 
 # The same examples in every run: a failure here is a failure everywhere.
 PROFILE = hypothesis.settings(
-    derandomize=True, deadline=None, max_examples=60, database=None,
+    derandomize=True, deadline=None, max_examples=150, database=None,
     suppress_health_check=list(hypothesis.HealthCheck), phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
 )  # fmt: skip
 
