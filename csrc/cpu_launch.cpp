@@ -1,4 +1,5 @@
 // Launches: cut all rows of a call into equal chunks, run them on the pool with the chosen instruction set.
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -95,7 +96,7 @@ bool machine_has(const char* name) {
   return !std::strcmp(name, "baseline");
 }
 
-const CpuKernels* chosen = nullptr;
+std::atomic<const CpuKernels*> chosen{nullptr};
 
 }  // namespace
 
@@ -118,17 +119,18 @@ void use_cpu_isa(const char* name) {
 }
 
 const CpuKernels& cpu_kernels() {
-  if (!chosen) {
-    const char* wanted = std::getenv("FUSED_ACCUM_CPU_ISA");
-    if (wanted && *wanted) {
-      use_cpu_isa(wanted);
-    } else {
-      for (const char* isa : kCpuIsas) {
-        if (!chosen && !*why_not_cpu_isa(isa)) chosen = compiled(isa);
-      }
-    }
+  if (const CpuKernels* kernels = chosen.load()) return *kernels;
+  const char* wanted = std::getenv("FUSED_ACCUM_CPU_ISA");
+  if (wanted && *wanted) {
+    use_cpu_isa(wanted);
+    return *chosen.load();
   }
-  return *chosen;
+  for (const char* isa : kCpuIsas) {  // the best first; baseline is always there
+    if (*why_not_cpu_isa(isa)) continue;
+    use_cpu_isa(isa);
+    break;
+  }
+  return *chosen.load();
 }
 
 void cpu_accumulate(const Row* rows, int64_t count, double scale, int threads) {

@@ -40,6 +40,7 @@ void step_lists(py::list params, py::list grads, py::list accums, py::list exp_a
     TensorInfo step;
     e.group = groups.at(i);
     read_item(params, i, e.param, e.p, "parameter");
+    note_span(e);
     read_item(grads, i, e.grad, e.g, "grad");
     read_item(accums, i, e.accum, e.a, "accum");
     read_item(exp_avgs, i, e.exp_avg, e.m, "exp_avg");

@@ -96,14 +96,24 @@ void StepRows::run(bool one_by_one, int threads) const {
   }
 }
 
-bool overlap(const std::vector<Entry>& entries) {
-  std::vector<std::pair<char*, char*>> spans;  // first byte, one past the last
-  for (const Entry& e : entries) {
-    if (!e.p.data || !e.p.numel) continue;
-    int64_t last = 0;
+bool note_span(Entry& e) {
+  int64_t last = -1;
+  if (e.p.numel) {
+    last = 0;
     for (int d = 0; d < e.p.ndim; ++d) last += (e.p.sizes[d] - 1) * e.p.strides[d];
-    char* first = static_cast<char*>(e.p.data);
-    spans.emplace_back(first, first + (last + 1) * int64_t(size_of(e.p.dtype)));
+  }
+  const char* first = static_cast<const char*>(e.p.data);
+  const char* end = first + (last + 1) * int64_t(size_of(e.p.dtype));
+  const bool moved = first != e.first || end != e.end;
+  e.first = first;
+  e.end = end;
+  return moved;
+}
+
+bool overlap(const std::vector<Entry>& entries) {
+  std::vector<std::pair<const char*, const char*>> spans;
+  for (const Entry& e : entries) {
+    if (e.first != e.end) spans.emplace_back(e.first, e.end);
   }
   std::sort(spans.begin(), spans.end());
   for (size_t i = 1; i < spans.size(); ++i) {

@@ -29,7 +29,7 @@ struct Entry {
   void* step_data = nullptr;
   bool step_is_double = false;
   bool steps = false;  // takes part in the coming step
-  void* param_data_seen = nullptr;
+  const char *first = nullptr, *end = nullptr;  // the parameter's memory when it last took part in a step
 
   bool has_grad() const { return grad && !grad.is_none(); }
 };
@@ -57,7 +57,10 @@ class StepRows {
   StepScalars<double> scalars_{};
 };
 
-// Whether parameters share memory; they are then updated one after the other, as torch does.
+// Notes where the parameter lies now; returns whether it lay elsewhere, or nowhere, before.
+bool note_span(Entry& entry);
+
+// Whether noted parameters share memory; they are then updated one after the other, as torch does.
 bool overlap(const std::vector<Entry>& entries);
 
 // The same kernels on lists of tensors, None where a row has none; no gradient is consumed, no counter bumped.

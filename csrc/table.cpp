@@ -193,9 +193,7 @@ Py_ssize_t Table::prepare(py::dict state, const std::vector<Hyper>& hypers, py::
 bool Table::parameters_overlap() {
   bool moved = false;
   for (Entry& e : entries_) {
-    if (!e.steps || e.param_data_seen == e.p.data) continue;
-    e.param_data_seen = e.p.data;
-    moved = true;
+    if (e.steps && note_span(e)) moved = true;
   }
   if (moved) overlap_ = overlap(entries_);
   return overlap_;

@@ -26,6 +26,12 @@ def _parameters(opt: FusedAccumAdamW) -> Iterator[tuple[Tensor, dict[str, Any]]]
             yield p, group
 
 
+def _updates(opt: FusedAccumAdamW) -> float:
+    """The updates of all parameters together: tells an open window's own state from a later one."""
+    steps = [opt.state[p].get("step", 0.0) for p, _ in _parameters(opt) if p in opt.state]
+    return float(sum(map(float, steps)))
+
+
 @contextmanager
 def visible_window(opt: FusedAccumAdamW) -> Iterator[None]:
     """While inside, the open window is part of ``opt.state`` and ``opt.param_groups``, where
@@ -37,9 +43,12 @@ def visible_window(opt: FusedAccumAdamW) -> Iterator[None]:
     for key in before:
         if isinstance(key, Tensor) and id(key) not in members:
             del opt.state[key]
-    entries = run.window.as_group_entries() if run.window.microbatches else {}
-    if entries:
+    entries = {}
+    if run.window.microbatches:
+        entries = {**run.window.as_group_entries(), "accum_updates": _updates(opt)}
         for p, accum in run.contributions():
+            if id(p) not in members:
+                continue
             shown = dict(opt.state.get(p, {}))
             complete(shown, p, members[id(p)], run.options)
             opt.state[p] = {**shown, "accum": accum.clone(memory_format=torch.preserve_format)}
@@ -86,9 +95,19 @@ def reinstate(opt: FusedAccumAdamW) -> None:
             del own["accum"]
             accums[id(p)] = (p, saved["accum"])
     run.discard()
+    updates = None
     for group in reversed(opt.param_groups):
         run.window.take_group_entries(group)
-    if accums:
+        updates = group.pop("accum_updates", updates)
+    if updates is not None and updates != _updates(opt):
+        run.window.clear()
+        warnings.warn(
+            "the loaded state_dict holds an open window from before its last updates (it went through an optimizer "
+            "that does not know it, such as torch.optim.AdamW); that window is dropped",
+            UserWarning,
+            stacklevel=5,
+        )
+    elif accums:
         run.restore(opt.param_groups, accums)
 
 

@@ -94,6 +94,8 @@ def _check_lists(**lists: Sequence[Tensor]) -> None:
                 )
     for name, tensors in lists.items():
         for i, t in enumerate(tensors):
+            if t.layout != torch.strided:
+                raise TypeError(f"{name}[{i}] is {t.layout}; supported are dense strided tensors: use .to_dense()")
             if t.dtype not in PARAMETER_DTYPES:
                 raise TypeError(
                     f"{name}[{i}] has dtype {checks.short(t.dtype)}; supported are "
