@@ -262,3 +262,25 @@ def test_groups_of_a_mid_window_state(make, device):
         feed(o, micros[1])
         feed(o, micros[2], last=True)
     assert_same_run(opt, fresh)
+
+
+def test_a_window_that_went_through_stock_adamw_is_dropped(make, device):
+    """torch.optim.AdamW carries the unknown entries along while it trains on: they are no window any more."""
+    opt = make(parameters((5,), device=device), lr=0.5)
+    params_of(opt)[0].grad = torch.ones(5, device=device)
+    opt.step()
+    params_of(opt)[0].grad = torch.ones(5, device=device)
+    opt.accumulate()
+    stock = torch.optim.AdamW(copies(params_of(opt)), lr=0.5)
+    stock.load_state_dict(mid_window_state(opt))
+    untouched = make(copies(params_of(opt)), lr=0.5)
+    untouched.load_state_dict(stock.state_dict())
+    assert untouched.pending == (1, 0.0)
+    params_of(stock)[0].grad = torch.ones(5, device=device)
+    stock.step()
+    fresh = make(copies(params_of(stock)), lr=0.5)
+    with pytest.warns(UserWarning, match="open window from before its last updates"):
+        fresh.load_state_dict(stock.state_dict())
+    assert fresh.pending == (0, 0.0)
+    assert "accum" not in fresh.state[params_of(fresh)[0]]
+    assert not any(key.startswith("accum_") for key in fresh.param_groups[0])
