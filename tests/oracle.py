@@ -198,7 +198,10 @@ def within(name: str, actual: Tensor, expected: Bounded, dtype: torch.dtype) -> 
     actual = actual.detach().to("cpu", torch.float64)
     distance = (actual - expected.value).abs()
     # Second-order terms of the bound; NaN compares false and fails.
-    wrong = ~(distance <= 1.01 * expected.bound)
+    bound = 1.01 * expected.bound
+    overflowed = actual.isinf() & (actual.sign() == expected.value.sign())
+    overflowed &= expected.value.abs() + bound.nan_to_num() > torch.finfo(dtype).max
+    wrong = ~((distance <= bound) | overflowed)
     if wrong.any():
         where = int((distance / expected.bound).nan_to_num(torch.inf).flatten().argmax())
         got, want, bound = (x.flatten()[where].item() for x in (actual, expected.value, expected.bound))
