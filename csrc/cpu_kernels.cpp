@@ -17,6 +17,7 @@ namespace fa {
 namespace {
 
 constexpr int64_t kTile = 256;  // bytes stored past the cache at a time: short, so that reads go on meanwhile
+constexpr int64_t kAhead = 4096;  // bytes: how far ahead to ask for them; beside such stores the hardware does not
 
 template <class T, class G>
 void add(T* __restrict__ a, const G* __restrict__ g, T scale, int64_t n) {
@@ -34,6 +35,8 @@ void write_past_cache(T* a, const G* g, T scale, int64_t n) {
   alignas(64) T tile[kPart];
   for (int64_t done = 0; done < n; done += kPart) {
     const int64_t part = smaller(kPart, n - done);
+    const char* ahead = reinterpret_cast<const char*>(g + done) + kAhead;
+    for (int64_t i = 0; i < kPart * int64_t(sizeof(G)); i += 64) __builtin_prefetch(ahead + i, 0, 0);
     write(tile, g + done, scale, part);
     stream_copy(reinterpret_cast<char*>(a + done), reinterpret_cast<const char*>(tile), part * int64_t(sizeof(T)));
   }
