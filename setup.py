@@ -158,6 +158,8 @@ def write_ninja(folder: Path, compiler: Compiler, target: Path) -> None:
     includes += ["-isystem", pybind11.get_include()]
     shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
 
+    libraries = ["-ldl"] if sys.platform == "linux" else []  # dlsym lives there before glibc 2.34
+
     def command(*words: str) -> str:
         return shlex.join(words).replace("$", "$$")
 
@@ -171,7 +173,8 @@ def write_ninja(folder: Path, compiler: Compiler, target: Path) -> None:
             depfile="$out.d",
             deps="gcc",
         )
-        ninja.rule("link", f"{cxx} {command(*shared, '-pthread')} $in -o $out {command(*flags_from('LDFLAGS'))}")
+        after = command(*libraries, *flags_from("LDFLAGS"))
+        ninja.rule("link", f"{cxx} {command(*shared, '-pthread')} $in -o $out {after}")
         objects = []
         for unit in units(compiler):
             objects += ninja.build(

@@ -118,7 +118,7 @@ bool step_straight(const Row& row, const StepScalars<T>& s, int64_t begin, int64
 
 template <class T>
 void step_range(const Row& row, int64_t begin, int64_t end) {
-  const StepScalars<T> s = rounded<T>(row.scalars);
+  const StepScalars<T> s = rounded<T>(*row.scalars);
   bool straight = false;
   with_storage(row.param.dtype, [&](auto zero) {
     using P = decltype(zero);

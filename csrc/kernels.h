@@ -24,7 +24,7 @@ struct Row {
   bool has_accum = false;            // the buffer holds earlier ones: it is read (and, by a step, zeroed)
   bool amsgrad = false;
   DType accum_dtype = DType::f32;    // what the window's sum is rounded to, with or without a buffer
-  StepScalars<double> scalars{};
+  const StepScalars<double>* scalars = nullptr;  // of a step; rows share them
 };
 
 // accum <- scale*grad where the row has no accum yet, else accum + scale*grad.

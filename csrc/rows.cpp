@@ -73,7 +73,7 @@ const Row& StepRows::add(const Entry& e, bool has_accum, DType accum_dtype) {
   const Hyper& hyper = hypers_.at(size_t(e.group));
   const double t = e.step_is_double ? *static_cast<double*>(e.step_data) += 1
                                     : double(*static_cast<float*>(e.step_data) += 1);
-  if (e.group != group_before_ || t != t_before_) scalars_ = hyper.scalars(t, scale_, coefficient_);
+  if (e.group != group_before_ || t != t_before_) scalars_.push_back(hyper.scalars(t, scale_, coefficient_));
   group_before_ = e.group;
   t_before_ = t;
   Row row;
@@ -81,7 +81,7 @@ const Row& StepRows::add(const Entry& e, bool has_accum, DType accum_dtype) {
   row.has_accum = has_accum;
   row.amsgrad = hyper.amsgrad;
   row.accum_dtype = e.p.dtype == DType::f64 ? DType::f64 : accum_dtype;
-  row.scalars = scalars_;
+  row.scalars = &scalars_.back();
   fill(row, e, true);
   rows_.push_back(row);
   return rows_.back();

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <deque>
 #include <vector>
 
 #include "kernels.h"
@@ -54,7 +55,7 @@ class StepRows {
   std::vector<Row> rows_;
   int group_before_ = -1;
   double t_before_ = 0;
-  StepScalars<double> scalars_{};
+  std::deque<StepScalars<double>> scalars_;  // one for every change of group or t; they stay in place
 };
 
 // Notes where the parameter lies now; returns whether it lay elsewhere, or nowhere, before.

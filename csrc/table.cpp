@@ -202,13 +202,13 @@ bool Table::parameters_overlap() {
 void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale,
                  double coefficient, int threads) {
   StepRows step(hypers, scale, coefficient, entries_.size());
-  std::vector<PyObject*> written;  // the buffers' version counters stay: nobody else sees them
-  written.reserve(entries_.size() * 5);
+  std::vector<PyObject*> written;  // without buffers, which nobody else sees, and counts, which no graph saves
+  written.reserve(entries_.size() * 4);
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& e = entries_[i];
     if (!e.steps) continue;
     const Row& row = step.add(e, bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype));
-    for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq, &e.step}) written.push_back(tensor->ptr());
+    for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq}) written.push_back(tensor->ptr());
     if (row.amsgrad) written.push_back(e.max_exp_avg_sq.ptr());
   }
   step.run(parameters_overlap(), threads);

@@ -1,6 +1,9 @@
 #include "tensor_info.h"
 
 #include <cstring>
+#include <set>
+#include <utility>
+#include <vector>
 
 namespace fa {
 namespace {
@@ -68,6 +71,12 @@ class Ref {  // an owned reference
   PyObject* object_;
 };
 
+// A lasting copy of a shape; there are few different ones in a program.
+const int64_t* kept(std::vector<int64_t> shape) {
+  static std::set<std::vector<int64_t>> all;  // nodes stay in place
+  return all.insert(std::move(shape)).first->data();
+}
+
 bool append_integers(PyObject* sequence, std::vector<int64_t>& to) {
   Ref tuple(sequence ? PySequence_Tuple(sequence) : nullptr);
   if (!tuple) return false;
@@ -85,9 +94,9 @@ bool read_by_attributes(PyObject* tensor, TensorInfo& info) {
   Ref data(PyObject_CallMethod(tensor, "data_ptr", nullptr));
   Ref on_cpu(PyObject_GetAttrString(tensor, "is_cpu"));
   const char* text = name ? PyUnicode_AsUTF8(name.get()) : nullptr;
-  info.own.clear();
-  const bool read = text && data && on_cpu && append_integers(sizes.get(), info.own) &&
-                    append_integers(strides.get(), info.own);
+  std::vector<int64_t> size_list, stride_list;
+  const bool read = text && data && on_cpu && append_integers(sizes.get(), size_list) &&
+                    append_integers(strides.get(), stride_list);
   if (!read) return PyErr_Clear(), false;
   if (!std::strcmp(text, "torch.float32")) info.dtype = DType::f32;
   else if (!std::strcmp(text, "torch.bfloat16")) info.dtype = DType::bf16;
@@ -95,9 +104,9 @@ bool read_by_attributes(PyObject* tensor, TensorInfo& info) {
   else if (!std::strcmp(text, "torch.float64")) info.dtype = DType::f64;
   else return false;
   info.data = PyLong_AsVoidPtr(data.get());
-  info.ndim = static_cast<int>(info.own.size() / 2);
-  info.sizes = info.own.data();
-  info.strides = info.own.data() + info.ndim;
+  info.ndim = static_cast<int>(size_list.size());
+  info.sizes = kept(std::move(size_list));
+  info.strides = kept(std::move(stride_list));
   info.on_cpu = on_cpu.get() == Py_True;
   return true;
 }

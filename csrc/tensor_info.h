@@ -4,7 +4,6 @@
 #include <Python.h>
 
 #include <cstdint>
-#include <vector>
 
 #include "dtypes.h"
 
@@ -14,11 +13,10 @@ struct TensorInfo {
   void* data = nullptr;
   DType dtype = DType::f32;
   int ndim = 0;
-  const int64_t* sizes = nullptr;    // they live as long as the tensor, or in `own`
+  bool on_cpu = false;
+  const int64_t* sizes = nullptr;    // these live as long as the tensor, unresized
   const int64_t* strides = nullptr;  // in elements
   int64_t numel = 0;
-  bool on_cpu = false;
-  std::vector<int64_t> own;
 };
 
 // One attribute of torch.Tensor, read and written through its C accessors where the class has them: without the

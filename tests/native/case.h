@@ -124,7 +124,8 @@ class Case {
     row.has_accum = o.has_accum;
     row.amsgrad = o.amsgrad;
     row.accum_dtype = sum;
-    row.scalars = {0.3, -0.7, 0.95, 0.1, -0.9, 0.99, 0.01, -0.5, 7.1, 1e-3};
+    static const fa::StepScalars<double> scalars = {0.3, -0.7, 0.95, 0.1, -0.9, 0.99, 0.01, -0.5, 7.1, 1e-3};
+    row.scalars = &scalars;
   }
 
   void expect_accumulate(double scale) {

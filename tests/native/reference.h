@@ -105,7 +105,7 @@ struct Updated {
 
 template <class T>
 Updated updated(const Row& row, int64_t i) {
-  const auto& s = row.scalars;
+  const auto& s = *row.scalars;
   const T g = T(s.coefficient) * sum<T>(row, i, T(s.scale), row.accum_dtype);
   T p = value<T>(row, row.param, i), m = value<T>(row, row.exp_avg, i), v = value<T>(row, row.exp_avg_sq, i);
   m = T(s.one_minus_beta1) < T(0.5) ? std::fma(T(s.one_minus_beta1), g - m, m) : std::fma(T(s.minus_beta1), g - m, g);
