@@ -21,6 +21,10 @@ class Backend:
         """None when this backend works for tensors on ``device`` here, else the reason and the remedy."""
         raise NotImplementedError
 
+    def why_not_auto(self, device: torch.device) -> str | None:
+        """As ``why_not``, for ``backend="auto"``: a backend may work where nobody should get it unasked."""
+        return self.why_not(device)
+
     def accumulate(
         self, accums: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool], scale: float
     ) -> None:
