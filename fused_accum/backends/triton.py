@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,8 @@ def kernels() -> Any:
 def triton_dtypes() -> dict[torch.dtype, Any]:
     import triton.language as tl
 
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float64: tl.float64}
+    names = ("float32", "bfloat16", "float16", "float64")
+    return {getattr(torch, name): getattr(tl, name) for name in names}
 
 
 @cache
@@ -155,7 +157,7 @@ def overlap(params: Sequence[Tensor]) -> bool:
             last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride()))
             spans.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size()))
     spans.sort()
-    return any(end > start for (_, end), (start, _) in zip(spans, spans[1:]))
+    return any(end > start for (_, end), (start, _) in pairwise(spans))
 
 
 class Row(NamedTuple):

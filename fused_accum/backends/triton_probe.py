@@ -23,7 +23,7 @@ def why_not(device: torch.device, attempt: Callable[[torch.device], None]) -> st
         return "TRITON_INTERPRET is set, and the interpreter reads CPU memory only: unset it"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device.type:
-        return f"torch {torch.__version__} sees no {device.type} device here: check the driver, or install a torch for it"
+        return f"torch {torch.__version__} sees no {device.type} device: check the driver, or install a torch for it"
     reason = _why_no_triton()
     if reason is None:
         index = torch.accelerator.current_device_index() if device.index is None else device.index
@@ -48,7 +48,7 @@ def _why_not_gpu(device: torch.device, attempt: Callable[[torch.device], None]) 
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST_COMPUTE_CAPABILITY:
             have, need = (".".join(map(str, pair)) for pair in (capability, OLDEST_COMPUTE_CAPABILITY))
-            return f"{device} has compute capability {have}, and Triton needs {need}: use backend 'cuda' or 'reference'"
+            return f"{device} has compute capability {have}, Triton needs {need}: use backend 'cuda' or 'reference'"
     try:
         attempt(device)
     except Exception as error:
@@ -62,7 +62,7 @@ def diagnosis(error: Exception) -> str:
         import triton
 
         where = error.filename or triton.knobs.cache.dir
-        return f"its cache cannot be written ({where}: {error.strerror}): set TRITON_CACHE_DIR to a directory that can"
+        return f"its cache is not writable ({where}: {error.strerror}): set TRITON_CACHE_DIR to a directory that is"
     if "Failed to find C compiler" in str(error):
         return "there is no C compiler, which Triton needs to launch kernels: install gcc or clang, or set CC"
     if isinstance(error, (subprocess.CalledProcessError, FileNotFoundError)):
