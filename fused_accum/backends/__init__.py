@@ -42,7 +42,9 @@ def choose(name: str, device: torch.device | str) -> tuple[Backend, str]:
         return select(name, device), "asked for"
     passed_over = []
     for backend in registry().values():
-        reason = backend.why_not_auto(torch.device(device))
+        if not backend.meant_for(torch.device(device)):
+            continue
+        reason = backend.why_not(torch.device(device))
         if reason is None:
             why = "; ".join(passed_over) or "the fastest for this device"
             if backend.name == "reference":

@@ -21,9 +21,9 @@ class Backend:
         """None when this backend works for tensors on ``device`` here, else the reason and the remedy."""
         raise NotImplementedError
 
-    def why_not_auto(self, device: torch.device) -> str | None:
-        """As ``why_not``, for ``backend="auto"``: a backend may work where nobody should get it unasked."""
-        return self.why_not(device)
+    def meant_for(self, device: torch.device) -> bool:
+        """Whether ``backend="auto"`` considers it: a backend may work where nobody should get it unasked."""
+        return True
 
     def accumulate(
         self, accums: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool], scale: float

@@ -211,8 +211,8 @@ class Triton(Backend):
     def why_not(self, device: torch.device) -> str | None:
         return triton_probe.why_not(device, self._try)
 
-    def why_not_auto(self, device: torch.device) -> str | None:
-        return triton_probe.FOR_GPUS if device.type == "cpu" else self.why_not(device)
+    def meant_for(self, device: torch.device) -> bool:
+        return device.type != "cpu"
 
     def _try(self, device: torch.device) -> None:
         """Compile and run one small accumulation on ``device``; raises what goes wrong."""
