@@ -8,6 +8,7 @@ launches of their own. Block sizes are fixed: an autotuner would run an update s
 from __future__ import annotations
 
 import math
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -67,19 +68,21 @@ def current_stream(device: torch.device) -> int:
 
 
 class Recent:
-    """The last few things made, by what they were made from."""
+    """The last few things made, by what they were made from. Optimizers of several threads share it."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.kept: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self.lock = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        if key not in self.kept:
-            self.kept[key] = make()
-            if len(self.kept) > self.limit:
-                self.kept.popitem(last=False)
-        self.kept.move_to_end(key)
-        return self.kept[key]
+        with self.lock:
+            if key not in self.kept:
+                self.kept[key] = make()
+                if len(self.kept) > self.limit:
+                    self.kept.popitem(last=False)
+            self.kept.move_to_end(key)
+            return self.kept[key]
 
 
 def upload(host: Tensor, device: torch.device) -> Tensor:
