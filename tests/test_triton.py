@@ -24,7 +24,10 @@ TESTS = Path(__file__).parent
 BACKEND = backends.registry()["triton"]
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
-pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled")
+pytestmark = [
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled"),
+    pytest.mark.filterwarnings("ignore:fused_accum runs on its slow backend"),
+]
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -35,7 +38,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 # ---- in the interpreter ----------------------------------------------------------------------------------
 
-# Tests of all backends that reach every kernel and every way to it. All there are, in an hour or so (tests/ on
+# Tests of all backends that reach every kernel and every way to it. All there are, which takes long (tests/ on
 # PYTHONPATH): TRITON_INTERPRET=1 python -m pytest -p triton_interpreter -k "[triton"
 SHARED = {
     "test_accumulate.py": (
