@@ -13,6 +13,7 @@ from .base import Backend, Rows
 __all__ = ["Backend", "Rows", "choose", "registry", "select"]
 
 _MODULES = {
+    "triton": ".triton",
     "cpu": ".cpu",
     "reference": ".reference",
 }
@@ -41,6 +42,8 @@ def choose(name: str, device: torch.device | str) -> tuple[Backend, str]:
         return select(name, device), "asked for"
     passed_over = []
     for backend in registry().values():
+        if not backend.meant_for(torch.device(device)):
+            continue
         reason = backend.why_not(torch.device(device))
         if reason is None:
             why = "; ".join(passed_over) or "the fastest for this device"

@@ -21,6 +21,10 @@ class Backend:
         """None when this backend works for tensors on ``device`` here, else the reason and the remedy."""
         raise NotImplementedError
 
+    def meant_for(self, device: torch.device) -> bool:
+        """Whether ``backend="auto"`` considers it: a backend may work where nobody should get it unasked."""
+        return True
+
     def accumulate(
         self, accums: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool], scale: float
     ) -> None:

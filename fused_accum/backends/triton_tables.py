@@ -1,0 +1,95 @@
+"""What the Triton kernels read from device memory: tables of rows, maps of blocks, rows of scalars."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..rows import Rows
+from ..state import Hyper
+
+
+def current_stream(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
+
+
+class Recent:
+    """The last few things made, by what they were made from. Optimizers of several threads share it."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.kept: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        with self.lock:
+            if key not in self.kept:
+                self.kept[key] = make()
+                if len(self.kept) > self.limit:
+                    self.kept.popitem(last=False)
+            self.kept.move_to_end(key)
+            return self.kept[key]
+
+
+def upload(host: Tensor, device: torch.device) -> Tensor:
+    """``host`` on ``device``, in order on the current stream, without waiting for it."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def step_scalars(hyper: Hyper, t: float, scale: float, coefficient: float) -> list[float]:
+    """struct StepScalars of csrc/adamw_math.h: what an update needs that no element changes, in float64."""
+    return [
+        scale,
+        -coefficient if hyper.maximize else coefficient,
+        1 - hyper.lr * hyper.weight_decay,
+        1 - hyper.beta1,
+        -hyper.beta1,
+        hyper.beta2,
+        1 - hyper.beta2,
+        -hyper.lr / (1 - hyper.beta1**t),
+        1 / math.sqrt(1 - hyper.beta2**t),
+        hyper.eps,
+    ]
+
+
+class ScalarRows:
+    """One row of scalars per (group, t), rounded once to the dtype of the arithmetic.
+
+    Kernels read them from device memory, so that rows computed there (of steps that live on the device) can take
+    the place of these.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.at: dict[tuple[int, float], int] = {}
+        self.rows: list[list[float]] = []
+        self.tensors: dict[torch.dtype, Tensor] = {}
+
+    def add(self, group: int, t: float, table: Rows) -> int:
+        """The number of the scalar row for update ``t`` of a parameter of ``group``."""
+        if (group, t) not in self.at:
+            self.at[group, t] = len(self.rows)
+            self.rows.append(step_scalars(table.hypers[group], t, table.scale, table.coefficient))
+        return self.at[group, t]
+
+    def on_device(self, wide: torch.dtype) -> Tensor:
+        if wide not in self.tensors:
+            host = torch.tensor(self.rows, dtype=torch.float64).to(wide)
+            self.tensors[wide] = upload(host, self.device)
+        return self.tensors[wide]
+
+
+def device_table(content: bytes, device: torch.device) -> Tensor:
+    return upload(torch.frombuffer(bytearray(content), dtype=torch.int64), device)
+
+
+def block_map(counts: Sequence[int], device: torch.device) -> Tensor:
+    """The row of every program, made on the device: for large models it is megabytes."""
+    rows = torch.arange(len(counts), dtype=torch.int32, device=device)
+    repeats = upload(torch.tensor(counts), device)
+    return rows.repeat_interleave(repeats, output_size=sum(counts))

@@ -1,0 +1,192 @@
+"""What the Triton kernels become, compiled ahead of time for GPUs that are not here.
+
+From the machine code: every tensor is read and written in 128-bit pieces where a block is full, nothing spills,
+registers are those of triton_registers.json. From PTX: fma where the kernels say so and nowhere else, IEEE
+division and square root, no flushing of subnormals. The disassemblers are those of the triton package; without
+them these tests fail.
+
+`python tests/test_triton_machine_code.py` writes the table anew, for the installed triton.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+if sys.platform != "linux":
+    pytest.skip("there is no Triton but for Linux", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fused_accum.backends import triton_kernels as kernels
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled")
+
+TABLE = Path(__file__).with_name("triton_registers.json")
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+F32, BF16, F64 = tl.float32, tl.bfloat16, tl.float64
+
+
+def accumulate(grad, accum, add):
+    return kernels.accumulate_kernel, {"WIDE": wide(accum), "GRAD_DTYPE": grad, "ACCUM_DTYPE": accum, "ADD": add}
+
+
+def step(param, accum, moments, has_grad, has_accum, amsgrad=False):
+    """Gradients have the parameter's dtype."""
+    constants = {"WIDE": wide(param), "PARAM_DTYPE": param, "GRAD_DTYPE": param, "ACCUM_DTYPE": accum}
+    constants |= dict.fromkeys(("EXP_AVG_DTYPE", "EXP_AVG_SQ_DTYPE", "MAX_DTYPE"), moments)
+    return kernels.adamw_kernel, constants | {"HAS_GRAD": has_grad, "HAS_ACCUM": has_accum, "AMSGRAD": amsgrad}
+
+
+def wide(dtype):
+    return F64 if dtype == F64 else F32
+
+
+CASES = {
+    "accumulate fp32, first": accumulate(F32, F32, False),
+    "accumulate fp32": accumulate(F32, F32, True),
+    "accumulate bf16 into fp32, first": accumulate(BF16, F32, False),
+    "accumulate bf16 into fp32": accumulate(BF16, F32, True),
+    "accumulate bf16 into bf16": accumulate(BF16, BF16, True),
+    "step fp32 from the gradient": step(F32, F32, F32, True, False),
+    "step fp32 from the buffer": step(F32, F32, F32, False, True),
+    "step fp32 with the last add": step(F32, F32, F32, True, True),
+    "step fp32 with the last add, amsgrad": step(F32, F32, F32, True, True, amsgrad=True),
+    "step bf16 from the gradient": step(BF16, F32, F32, True, False),
+    "step bf16 from the buffer": step(BF16, F32, F32, False, True),
+    "step bf16 with the last add": step(BF16, F32, F32, True, True),
+    "step fp64 with the last add, amsgrad": step(F64, F64, F64, True, True, amsgrad=True),
+}
+PAIRS = [pytest.param(case, target, id=f"{target}, {case}") for target in TARGETS for case in CASES]
+
+
+@cache
+def compiled(case: str, target: str):
+    kernel, constants = CASES[case]
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    signature |= {"rows": "*i64", "blocks": "*i32", "scalars": "*fp64" if constants["WIDE"] == F64 else "*fp32"}
+    constants = constants | {"ALIGNED": True, "BLOCK": kernels.block_of(constants["WIDE"])}
+    options = {"num_warps": kernels.THREADS // TARGETS[target].warp_size, "enable_fp_fusion": False}
+    return triton.compile(ASTSource(kernel, signature, constants), target=TARGETS[target], options=options)
+
+
+def tool(name: str, *arguments: str, cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [TOOLS / name, *arguments, file.name], capture_output=True, text=True, check=True
+        ).stdout
+
+
+@cache
+def usage(case: str, target: str) -> dict[str, int]:
+    """Registers of a thread, and bytes or registers spilled."""
+    binary = compiled(case, target).asm
+    if "cubin" not in binary:
+        found = dict(re.findall(r"\.(\w+_count):\s*(\d+)", binary["amdgcn"]))
+        spilled = int(found["vgpr_spill_count"]) + int(found["sgpr_spill_count"])
+        return {"registers": int(found["vgpr_count"]), "spilled": spilled}
+    printed = tool("cuobjdump", "-res-usage", cubin=binary["cubin"])
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", printed)}
+    return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
+
+
+@cache
+def instructions(case: str, target: str) -> list[str]:
+    binary = compiled(case, target).asm
+    if "cubin" not in binary:
+        return re.findall(r"^\s+([a-z]\w+)", binary["amdgcn"], re.MULTILINE)
+    code = tool("nvdisasm", "-c", cubin=binary["cubin"])
+    return re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE)
+
+
+def pieces(dtypes) -> int:
+    """128-bit pieces of one thread's elements of these tensors."""
+    each = 4 if F64 in dtypes else 8
+    return sum(each * dtype.primitive_bitwidth // 128 for dtype in dtypes)
+
+
+def traffic(case: str):
+    """The dtypes of the tensors a kernel must read and of those it must write."""
+    _, c = CASES[case]
+    if "ADD" in c:
+        return [c["GRAD_DTYPE"], *[c["ACCUM_DTYPE"]] * c["ADD"]], [c["ACCUM_DTYPE"]]
+    both = [c["PARAM_DTYPE"], c["EXP_AVG_DTYPE"], c["EXP_AVG_SQ_DTYPE"]]
+    both += [c["MAX_DTYPE"]] * c["AMSGRAD"] + [c["ACCUM_DTYPE"]] * c["HAS_ACCUM"]
+    return both + [c["GRAD_DTYPE"]] * c["HAS_GRAD"], both
+
+
+@pytest.mark.parametrize(("case", "target"), PAIRS)
+def test_full_blocks_move_128_bits_at_a_time(case, target):
+    code = instructions(case, target)
+    if target.startswith("sm"):
+        loads = [name for name in code if name.startswith("LDG.") and ".128" in name]
+        stores = [name for name in code if name.startswith("STG.") and ".128" in name]
+    else:  # tables are read with global_load
+        loads = [name for name in code if name == "buffer_load_dwordx4"]
+        stores = [name for name in code if name == "buffer_store_dwordx4"]
+    read, written = traffic(case)
+    assert (len(loads), len(stores)) == (pieces(read), pieces(written)), sorted(set(code))
+
+
+@pytest.mark.parametrize(("case", "target"), PAIRS)
+def test_nothing_spills(case, target):
+    local = re.compile(r"(LDL|STL)\b|scratch_")
+    assert usage(case, target)["spilled"] == 0
+    assert not [name for name in instructions(case, target) if local.match(name)]
+
+
+@pytest.mark.parametrize(("case", "target"), PAIRS)
+def test_registers(case, target):
+    """Those of the table; under another triton than it knows, one allocation unit (8) more at most."""
+    table = json.loads(TABLE.read_text())
+    found = usage(case, target)["registers"]
+    if triton.__version__ in table:
+        assert found == table[triton.__version__][case][target]
+    else:
+        assert found <= max(known[case][target] for known in table.values()) + 8
+
+
+@pytest.mark.parametrize(("case", "target"), [p for p in PAIRS if p.values[1].startswith("sm")])
+def test_rounding_is_written_out(case, target):
+    ptx = compiled(case, target).asm["ptx"]
+    _, c = CASES[case]
+    each = 4 if c["WIDE"] == F64 else 8
+    suffix = "f64" if c["WIDE"] == F64 else "f32"
+    paths = 2  # full blocks and the tail
+    if "ADD" in c:
+        fmas, quotients = int(c["ADD"]), 0
+    else:
+        fmas, quotients = 4 + (c["HAS_GRAD"] and c["HAS_ACCUM"]), 1
+    pairs = ptx.count("fma.rn.f32x2")  # Blackwell's: two elements in one instruction
+    assert ptx.count(f"fma.rn.{suffix}") + pairs == fmas * each * paths
+    assert ptx.count(f"div.rn.{suffix}") == ptx.count(f"sqrt.rn.{suffix}") == quotients * each * paths
+    assert not re.findall(r"\w+\.approx\S*|div\.full\S*|\S*\.ftz\S*|mad\.f\S*", ptx)
+
+
+def write_table() -> None:
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    table[triton.__version__] = {
+        case: {target: usage(case, target)["registers"] for target in TARGETS} for case in CASES
+    }
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(write_table())
