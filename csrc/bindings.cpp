@@ -24,7 +24,9 @@ PYBIND11_MODULE(_C, m) {
     return isas;
   }, "Every CPU instruction set: \"\" where it can be used, else why not.");
 
-  py::class_<Hyper>(m, "Hyper").def(py::init<py::handle>());
+  m.def("same_objects", &fa::same_objects);
+
+  py::class_<Hyper>(m, "Hyper").def(py::init<py::tuple>());
 
   py::class_<Table>(m, "Table")
       .def(py::init<py::list, std::vector<int>, py::object>())

@@ -16,6 +16,18 @@ void read_item(const py::list& list, size_t i, py::object& object, TensorInfo& i
 
 }  // namespace
 
+bool same_objects(py::list lists, py::list others) {
+  if (lists.size() != others.size()) return false;
+  for (size_t i = 0; i < lists.size(); ++i) {
+    const py::list some = lists[i], other = others[i];
+    if (some.size() != other.size()) return false;
+    for (size_t j = 0; j < some.size(); ++j) {
+      if (PyList_GET_ITEM(some.ptr(), Py_ssize_t(j)) != PyList_GET_ITEM(other.ptr(), Py_ssize_t(j))) return false;
+    }
+  }
+  return true;
+}
+
 void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale, int threads) {
   std::vector<Entry> entries(accums.size());
   std::vector<Row> rows(entries.size());

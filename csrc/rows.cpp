@@ -5,15 +5,19 @@
 
 namespace fa {
 
-Hyper::Hyper(py::handle tuple) {
-  auto at = [&](int i) { return tuple.attr("__getitem__")(i); };
-  lr = at(0).cast<double>();
-  beta1 = at(1).cast<double>();
-  beta2 = at(2).cast<double>();
-  eps = at(3).cast<double>();
-  weight_decay = at(4).cast<double>();
-  maximize = at(5).cast<bool>();
-  amsgrad = at(6).cast<bool>();
+Hyper::Hyper(py::tuple values) {
+  const auto number = [&](Py_ssize_t i) {
+    const double value = PyFloat_AsDouble(PyTuple_GetItem(values.ptr(), i));
+    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+    return value;
+  };
+  lr = number(0);
+  beta1 = number(1);
+  beta2 = number(2);
+  eps = number(3);
+  weight_decay = number(4);
+  maximize = number(5) != 0;
+  amsgrad = number(6) != 0;
 }
 
 StepScalars<double> Hyper::scalars(double t, double scale, double coefficient) const {

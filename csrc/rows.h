@@ -18,7 +18,7 @@ struct Hyper {
   double lr, beta1, beta2, eps, weight_decay;
   bool maximize, amsgrad;
 
-  explicit Hyper(py::handle tuple);
+  explicit Hyper(py::tuple values);
   StepScalars<double> scalars(double t, double scale, double coefficient) const;
 };
 
@@ -63,6 +63,9 @@ bool note_span(Entry& entry);
 
 // Whether noted parameters share memory; they are then updated one after the other, as torch does.
 bool overlap(const std::vector<Entry>& entries);
+
+// Whether two lists of lists hold the very same objects, in the same places.
+bool same_objects(py::list lists, py::list others);
 
 // The same kernels on lists of tensors, None where a row has none; no gradient is consumed, no counter bumped.
 // Throws std::invalid_argument for a tensor that cannot be read, before anything has changed.

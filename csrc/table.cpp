@@ -27,10 +27,10 @@ py::object checked(PyObject* owned) {
 
 bool is_true(const py::object& value) { return value.ptr() == Py_True; }
 
-py::object item(PyObject* dict, PyObject* key) {
-  PyObject* value = PyDict_GetItemWithError(dict, key);
-  if (!value && PyErr_Occurred()) throw py::error_already_set();
-  return value ? py::reinterpret_borrow<py::object>(value) : py::none();
+// Makes `kept` the object `borrowed`; false when that is null or None.
+bool keep(py::object& kept, PyObject* borrowed) {
+  if (kept.ptr() != borrowed) kept = py::reinterpret_borrow<py::object>(borrowed);
+  return borrowed && borrowed != Py_None;
 }
 
 char* bytes_of(const py::bytearray& array) { return PyByteArray_AS_STRING(array.ptr()); }
@@ -138,17 +138,41 @@ void Table::accumulate(py::bytearray present, double scale, int threads) {
   drop_gradients();  // nobody else sees the buffers: their version counters stay
 }
 
+// A parameter's state by name. Names in Python code are interned, and so are most keys: comparing pointers while going
+// through the few entries costs less than looking each up.
+struct StateItems {
+  PyObject *step = nullptr, *exp_avg = nullptr, *exp_avg_sq = nullptr, *max_exp_avg_sq = nullptr;  // borrowed
+
+  explicit StateItems(PyObject* state) {
+    const std::pair<PyObject*, PyObject**> wanted[] = {{names().step, &step},
+                                                       {names().exp_avg, &exp_avg},
+                                                       {names().exp_avg_sq, &exp_avg_sq},
+                                                       {names().max_exp_avg_sq, &max_exp_avg_sq}};
+    Py_ssize_t position = 0;
+    PyObject *key, *value;
+    while (PyDict_Next(state, &position, &key, &value)) {
+      for (const auto& [name, place] : wanted) {
+        if (key == name) *place = value;
+      }
+    }
+    for (const auto& [name, place] : wanted) {
+      if (!*place) *place = PyDict_GetItemWithError(state, name);
+    }
+  }
+};
+
 bool Table::read_state(Entry& e, PyObject* state, const Hyper& hyper) const {
   if (!state || !PyDict_Check(state)) return false;
-  auto moment = [&](py::object& tensor, TensorInfo& info, PyObject* name) {
-    tensor = item(state, name);
-    return !tensor.is_none() && readable(tensor, info) && same_sizes(info, e.p) && !has_internal_overlap(info);
+  const StateItems items(state);
+  if (PyErr_Occurred()) throw py::error_already_set();
+  auto moment = [&](py::object& kept, TensorInfo& info, PyObject* tensor) {
+    if (!keep(kept, tensor)) return false;
+    return readable(kept, info) && same_sizes(info, e.p) && !has_internal_overlap(info);
   };
-  if (!moment(e.exp_avg, e.m, names().exp_avg) || !moment(e.exp_avg_sq, e.v, names().exp_avg_sq)) return false;
-  if (hyper.amsgrad && !moment(e.max_exp_avg_sq, e.v_max, names().max_exp_avg_sq)) return false;
+  if (!moment(e.exp_avg, e.m, items.exp_avg) || !moment(e.exp_avg_sq, e.v, items.exp_avg_sq)) return false;
+  if (hyper.amsgrad && !moment(e.max_exp_avg_sq, e.v_max, items.max_exp_avg_sq)) return false;
   TensorInfo step;
-  e.step = item(state, names().step);
-  return !e.step.is_none() && readable(e.step, step) && read_step(e, step);
+  return keep(e.step, items.step) && readable(e.step, step) && read_step(e, step);
 }
 
 // The state of each parameter, found without hashing where `state` lists parameters in the table's order.

@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from . import checkpoint
 from .buckets import Bucket
+from .entry import hooked, one_graph_break
 from .runtime import Runtime
 from .state import Hyper, Options
 from .window import Pending, host_number
@@ -89,7 +90,7 @@ class FusedAccumAdamW(torch.optim.AdamW):
 
     # -- a window -------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @one_graph_break
     def accumulate(self, scale: float | Tensor = 1.0, *, weight: float | Tensor | None = None) -> None:
         """Add one micro-batch: ``buffer += scale * weight * p.grad`` for every parameter, then ``p.grad = None``.
 
@@ -112,7 +113,7 @@ class FusedAccumAdamW(torch.optim.AdamW):
         with self._run.exclusive("accumulate"):
             self._take_microbatch(scale, weight)
 
-    @torch._disable_dynamo
+    @hooked
     def step(
         self,
         closure: Callable[[], Any] | None = None,

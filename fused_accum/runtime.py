@@ -8,19 +8,48 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import chain
-from operator import is_
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import backends
+from ._native import same_objects
 from .buckets import Accum, Bucket, Stale
 from .state import Options
 from .window import Window
+
+
+class Exclusive:
+    """The context of ``Runtime.exclusive``: a class, since a generator would cost every call three microseconds."""
+
+    def __init__(self, run: Runtime, call: str) -> None:
+        self.run, self.call, self.holds = run, call, False
+
+    def __enter__(self) -> None:
+        run, call = self.run, self.call
+        checkpointing = call in ("state_dict", "load_state_dict")
+        if not checkpointing and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{call}() was called inside a backward pass (from a hook?), when gradients are not complete: "
+                "call it after backward() has returned"
+            )
+        thread = threading.get_ident()
+        if run.checkpointing_thread == thread:
+            return
+        if not run.busy.acquire(blocking=False):
+            raise RuntimeError(
+                f"{call}() was called while another call on the same optimizer is running (from another thread, "
+                "or from a signal handler); make one call at a time"
+            )
+        self.holds = True
+        run.checkpointing_thread = thread if checkpointing else None
+
+    def __exit__(self, *_: object) -> None:
+        if self.holds:
+            self.run.checkpointing_thread = None
+            self.run.busy.release()
 
 
 class Runtime:
@@ -30,47 +59,23 @@ class Runtime:
         self.amp_requested = False
         self.incoming: dict[str, Any] | None = None
         self.warned_mid_window_save = False
-        self._members: list[Tensor] = []
-        self._group_sizes: list[int] = []
+        self._members: list[list[Tensor]] = []  # of every group
         self._buckets: list[Bucket] = []
-        self._busy = threading.Lock()
-        self._checkpointing_thread: int | None = None
+        self.busy = threading.Lock()
+        self.checkpointing_thread: int | None = None
 
-    @contextmanager
-    def exclusive(self, call: str) -> Iterator[None]:
+    def exclusive(self, call: str) -> Exclusive:
         """One call at a time, and none that takes gradients from inside a backward.
 
         Hooks of ``state_dict`` and ``load_state_dict`` run within them and may call the optimizer.
         """
-        checkpointing = call in ("state_dict", "load_state_dict")
-        if not checkpointing and torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                f"{call}() was called inside a backward pass (from a hook?), when gradients are not complete: "
-                "call it after backward() has returned"
-            )
-        thread = threading.get_ident()
-        if self._checkpointing_thread == thread:
-            yield
-            return
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                f"{call}() was called while another call on the same optimizer is running (from another thread, "
-                "or from a signal handler); make one call at a time"
-            )
-        self._checkpointing_thread = thread if checkpointing else None
-        try:
-            yield
-        finally:
-            self._checkpointing_thread = None
-            self._busy.release()
+        return Exclusive(self, call)
 
     # -- buckets --------------------------------------------------------------------------------------------
 
     def buckets(self, groups: Sequence[dict[str, Any]]) -> list[Bucket]:
         """The buckets of ``groups`` (param_groups), made anew when their parameters have changed."""
-        sizes = [len(group["params"]) for group in groups]
-        members = chain.from_iterable(group["params"] for group in groups)
-        if sizes != self._group_sizes or not all(map(is_, members, self._members)):
+        if not same_objects([group["params"] for group in groups], self._members):
             self.rebuild(groups)
         return self._buckets
 
@@ -110,8 +115,7 @@ class Runtime:
                 UserWarning,
                 stacklevel=5,
             )
-        self._members = list(chain.from_iterable(group["params"] for group in groups))
-        self._group_sizes = [len(group["params"]) for group in groups]
+        self._members = [list(group["params"]) for group in groups]
         self._buckets = fresh
 
     def choose(self, device: torch.device) -> tuple[backends.Backend, str]:

@@ -1,0 +1,57 @@
+"""What a call of ``accumulate`` and ``step`` passes on its way in: torch's decorators, at no cost while unused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+try:
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback, skip_code
+except ImportError:  # another torch: as if all calls were compiled
+
+    def get_eval_frame_callback() -> Any:
+        return True
+
+    def skip_code(code: Any) -> None:
+        pass
+
+
+def one_graph_break(method: Callable) -> Callable:
+    """``torch._disable_dynamo(method)``, without what that costs a call (a tenth of a small step) while nothing is
+    being compiled."""
+    outside = torch._disable_dynamo(method)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None:
+            return outside(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    skip_code(call.__code__)  # else a compiled caller would break its graph in here once more
+    return call
+
+
+def hooked(step: Callable) -> Callable:
+    """``Optimizer.profile_hook_step(step)``, which runs the hooks and names the step to a profiler; straight to
+    ``step`` where there are neither: naming it costs a tenth of a small step even when nobody records."""
+    watched = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        needed = (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or torch.autograd._profiler_enabled()
+        )
+        return (watched if needed else step)(self, *args, **kwargs)
+
+    entry = one_graph_break(call)
+    entry.hooked = True  # torch's mark: it does not wrap this step again
+    return entry
