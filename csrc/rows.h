@@ -29,10 +29,11 @@ struct Entry {
   int group = 0;
   void* step_data = nullptr;
   bool step_is_double = false;
-  bool steps = false;  // takes part in the coming step
+  bool steps = false;    // takes part in the coming step
+  bool aliased = false;  // grad is the buffer itself: its content, nothing still to be added
   const char *first = nullptr, *end = nullptr;  // the parameter's memory when it last took part in a step
 
-  bool has_grad() const { return grad && !grad.is_none(); }
+  bool has_grad() const { return grad && !grad.is_none() && !aliased; }
 };
 
 // Sets a row's operands and sizes; `steps`: those of an update too, not only of an accumulation. In one linear pass

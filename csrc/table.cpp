@@ -94,9 +94,11 @@ std::pair<Py_ssize_t, Py_ssize_t> Table::collect(py::list accums, py::bytearray 
     Entry& e = entries_[i];
     if (!plain(e.param.ptr())) return {found, Py_ssize_t(i)};
     e.grad = checked(tensor_attributes().grad.get(e.param.ptr()));
+    e.aliased = false;
     const bool has_grad = !e.grad.is_none();
-    const bool has_accum = bytes_of(present)[i] != 0;
-    if (!has_grad && !has_accum) continue;
+    char& held = bytes_of(present)[i];
+    if (!has_grad && held == kByGrad) held = 0;
+    if (!has_grad && !held) continue;
     found += has_grad;
     const std::pair<Py_ssize_t, Py_ssize_t> attention(found, Py_ssize_t(i));
     if (has_grad && !(readable(e.grad, e.g) && usable_gradient(e))) return attention;
@@ -105,6 +107,12 @@ std::pair<Py_ssize_t, Py_ssize_t> Table::collect(py::list accums, py::bytearray 
       e.accum = py::reinterpret_borrow<py::object>(accum);
       if (accum != Py_None && !readable(e.accum, e.a)) return attention;
     }
+    if (has_grad) {
+      e.aliased = accum != Py_None && e.a.data && e.g.data == e.a.data;
+      if (e.aliased) held = kByGrad;
+      else if (held == kByGrad) held = 0;
+    }
+    const bool has_accum = held != 0;
     if (buffers && accum == Py_None) return attention;
     const DType dtype_then = static_cast<DType>(bytes_of(dtypes)[i]);
     // A gradient like the parameter the buffer was made for: so is the parameter, and only a step reads it.
@@ -202,7 +210,8 @@ bool Table::parameters_overlap() {
 void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale,
                  double coefficient, int threads) {
   StepRows step(hypers, scale, coefficient, entries_.size());
-  std::vector<PyObject*> written;  // without buffers, which nobody else sees, and counts, which no graph saves
+  // Without buffers, unless they are p.grad too (nobody else sees them), and counts, which no graph saves.
+  std::vector<PyObject*> written;
   written.reserve(entries_.size() * 4);
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& e = entries_[i];
@@ -210,21 +219,22 @@ void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int ac
     const Row& row = step.add(e, bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype));
     for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq}) written.push_back(tensor->ptr());
     if (row.amsgrad) written.push_back(e.max_exp_avg_sq.ptr());
+    if (e.aliased) written.push_back(e.grad.ptr());
   }
-  step.run(parameters_overlap(), threads);
-  std::fill_n(bytes_of(present), entries_.size(), 0);
-  drop_gradients();
   py::tuple tensors(written.size());
   for (size_t i = 0; i < written.size(); ++i) {
     Py_INCREF(written[i]);
     PyTuple_SET_ITEM(tensors.ptr(), Py_ssize_t(i), written[i]);
   }
+  step.run(parameters_overlap(), threads);
+  std::fill_n(bytes_of(present), entries_.size(), 0);
+  drop_gradients();
   increment_version_(tensors);
 }
 
 void Table::drop_gradients() {
   for (Entry& e : entries_) {
-    if (!e.has_grad()) continue;
+    if (!e.grad || e.grad.is_none()) continue;
     if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
   }
   release();

@@ -15,6 +15,7 @@ namespace fa {
 class Table {
  public:
   static constexpr Py_ssize_t kAllRight = -1;
+  static constexpr char kByGrad = 2;  // in `present`, as BY_GRAD in fused_accum/buckets.py
 
   // params: list of tensors; groups: index of each into the hypers; increment_version: torch's function.
   Table(py::list params, std::vector<int> groups, py::object increment_version);
@@ -22,8 +23,9 @@ class Table {
   // Types whose instances are read directly, beside torch.Tensor and torch.nn.Parameter.
   void accept(py::object type);
 
-  // Reads p.grad of every row. accums: tensors or None; present: bytearray; dtypes: bytearray, each parameter's dtype
-  // when its buffer was made; buffers: whether rows with a gradient need a buffer.
+  // Reads p.grad of every row. accums: tensors or None; present: bytearray, set to kByGrad where p.grad is the buffer
+  // itself and to 0 where it no longer is; dtypes: bytearray, each parameter's dtype when its buffer was made; buffers:
+  // whether rows with a gradient need a buffer.
   // Returns (gradients found, row that needs attention or kAllRight).
   std::pair<Py_ssize_t, Py_ssize_t> collect(py::list accums, py::bytearray present, py::bytearray dtypes, bool buffers);
 

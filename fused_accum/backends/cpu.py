@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import gt
 from typing import Any
 
 import torch
@@ -67,7 +68,9 @@ class NativeBucket(Bucket):
 
     def step(self, state: dict, hypers: Sequence[Hyper], scale: float, coefficient: float) -> None:
         code = PARAMETER_DTYPES.index(self.options.accum_dtype)
+        present = bytes(self.present)
         self.table.step(self.native_hypers, self.present, code, scale, coefficient, torch.get_num_threads())
+        self.stale[:] = bytes(map(gt, self.stale, present))
 
     def drop_gradients(self) -> None:
         self.table.drop_gradients()
