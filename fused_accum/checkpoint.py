@@ -70,7 +70,8 @@ def visible_window(opt: FusedAccumAdamW) -> Iterator[None]:
 
 
 def warn_mid_window_save(run: Runtime) -> None:
-    if run.window.microbatches and not run.warned_mid_window_save:
+    spoiled = run.backward is not None and run.backward.tasks.unfinished()
+    if run.window.microbatches and not spoiled and not run.warned_mid_window_save:
         run.warned_mid_window_save = True
         warnings.warn(
             f"state_dict() was taken in mid-window: it holds {run.window.microbatches} micro-batch(es) not yet "
