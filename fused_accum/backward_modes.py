@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
+from . import pipeline
 from .in_backward import Handle
 from .runtime import Runtime
+from .scale_loss import scale_loss
 
 
 class BackwardModes:
@@ -35,6 +39,40 @@ class BackwardModes:
         """
         with self._run.exclusive("accumulate_in_backward"):
             return Handle(self._run.start_backward(self.param_groups))
+
+    def scale_loss(
+        self, loss: Tensor, scale: float | Tensor = 1.0, *, weight: float | Tensor | None = None
+    ) -> Tensor:
+        """What ``accumulate(scale, weight=weight)`` is in explicit mode: call backward on what this returns.
+
+        With weights (the token count of a mean loss) ``step`` divides by their sum over the window, as there. A weight
+        is recorded when the backward of its loss finishes; a loss that is never backpropagated adds none, and setting
+        all ``p.grad`` to None discards the weights. A weight of 0 sends no gradient down, not even NaN.
+
+        While weights are recorded ``p.grad`` is the sum not yet divided by them: changing it (clipping) makes ``step``
+        raise.
+
+        Args:
+            loss: any tensor with a graph; not mutated.
+            scale, weight: number or 0-dim tensor, finite, >= 0; all losses of a window have a weight or none has.
+
+        Returns:
+            ``scale * weight * loss``.
+
+        Raises:
+            RuntimeError: not accumulating in backward.
+            ValueError: scale or weight out of range; weights mixed with none (a backward without ``scale_loss`` in a
+                weighted window raises when it finishes, and ``step`` then until ``zero_grad``).
+        """
+        scale, weight = pipeline.host_factors(scale, weight)
+        with self._run.exclusive("scale_loss"):
+            self._run.refuse_missing_hooks("scale_loss")
+            if self._run.backward is None:
+                raise RuntimeError(
+                    "scale_loss() is for accumulation in backward; call accumulate_in_backward() first, or give the "
+                    "factor to accumulate() and step()"
+                )
+            return scale_loss(self._run.backward, loss, scale, weight)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim's; its parameters are covered by the hooks of a backward mode at once."""

@@ -61,7 +61,8 @@ class InBackward:
         self.tasks = GraphTasks(self._touched, self._finished)
         self.slots: dict[int, Slot] = {}
         self.window = self.backwards = 0
-        self.edited: str | None = None
+        self.spoiled: Exception | None = None  # why the window cannot be stepped
+        self.edited: str | None = None  # the parameter whose undivided p.grad was changed
         self.installed = True
         self.ready: Callable[[Slot, Tensor], None] | None = None
         weakref.finalize(run, _remove_hooks, self.slots).atexit = False
@@ -141,6 +142,8 @@ class InBackward:
         bucket, row = run.find(p)
         checks.check_parameter(run.name_of(p), p)
         checks.check_gradient(run.name_of(p), p, g)
+        if run.window.weighted and slot.window == self.window and g._version > 0:
+            self.edited = run.name_of(p)  # something was put there, and added to since: not a new gradient
         with torch.no_grad():
             buffer = self.buffer(slot, bucket, row)
             buffer.copy_(g)
@@ -198,14 +201,16 @@ class InBackward:
 
     def settle(self) -> None:
         """When nothing is left of the window, because all p.grad were set to None, close its books."""
-        run = self.run()
-        if run.window.microbatches and not any(p.grad is not None for p in self.params()):
+        if not self.run().window.microbatches or any(p.grad is not None for p in self.params()):
+            return
+        if any(slot.window == self.window for slot in self.slots.values()):  # else its weights are 0, and that counts
             self.close()
 
     def close(self) -> None:
         """The window's books start again; p.grad is left alone."""
         self.run().window.clear()
-        self.edited = None
+        self.spoiled = self.edited = None
+        self.ready = None
 
     def discarded(self) -> None:
         """p.grad was cleared by the optimizer itself: whatever happened to it is over."""
@@ -223,6 +228,52 @@ class InBackward:
         """Raise RuntimeError unless p.grad holds whole micro-batches."""
         self.refuse_unfinished()
         self.settle()
+        if self.run().window.weighted:
+            self.audit()
+            if self.edited is not None:
+                raise RuntimeError(
+                    f"p.grad of parameter {self.edited} was changed after its backward, while scale_loss() has recorded "
+                    "weights: it holds the sum not yet divided by them, which step() does, so that clipping or scaling "
+                    "it acts on another gradient than meant; clip inside the step with max_grad_norm, or leave the "
+                    "weights out and divide the loss yourself. zero_grad() drops the window"
+                )
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def expect(self, weight: float | None) -> None:
+        """A loss is being given a weight, or none: raises ValueError where the open window has it otherwise."""
+        self.settle()
+        window = self.run().window
+        window.refuse_mixing(weight)
+        if weight is not None:
+            if window.weighted:
+                self.audit()
+            self.ready = self._note_version
+
+    def record(self, scale: float, weight: float | None) -> None:
+        """The running backward is that of a scaled loss; it counts once it has finished."""
+        task = self.tasks.enter()
+        if weight is None:
+            task.scale = scale
+        else:
+            task.weight = (task.weight or 0.0) + weight
+
+    def _note_version(self, slot: Slot, p: Tensor) -> None:
+        """After a hook, while weights are recorded: autograd's addition raises the version by one."""
+        if p.grad is not None:
+            version = p.grad._version
+            if version > slot.version + 1:
+                self.edited = self.run().name_of(p)
+            slot.version = version
+
+    def audit(self) -> None:
+        """Note whether a p.grad has been changed since the last hook."""
+        for slot in self.slots.values():
+            p = slot.param()
+            if p is not None and p.grad is not None:
+                own = self.holds(slot) and p.grad.data_ptr() == slot.ptr and p.grad._version == slot.version
+                if not own:
+                    self.edited = self.run().name_of(p)
 
     def drop(self) -> None:
         """Set every p.grad of an open window to None."""
@@ -233,7 +284,11 @@ class InBackward:
 
     def refuse_unfinished(self) -> None:
         """Raise RuntimeError while p.grad holds a part of a micro-batch."""
-        if not self.tasks.running or not self.tasks.unfinished():
+        if self.spoiled is not None:
+            self.settle()
+            if self.spoiled is not None:
+                raise self.spoiled
+        if not self.tasks.unfinished():
             return
         if any(p.grad is not None for p in self.params()):
             raise RuntimeError(UNFINISHED)
@@ -262,10 +317,22 @@ class InBackward:
         run = self.run()
         if run is None:
             return
-        if task.replaced and not any(slot.backward != self.backwards and self.holds(slot) for slot in self.slots.values()):
+        if task.replaced and self.edited is None and not any(slot.backward != self.backwards and self.holds(slot) for slot in self.slots.values()):
             self.close()  # nothing of the earlier micro-batches is left
         self.backwards += 1
-        run.window.count()
+        window = run.window
+        if window.microbatches and window.weighted != (task.weight is not None):
+            try:
+                window.refuse_mixing(task.weight)
+            except ValueError as error:
+                self.spoiled = error
+                raise
+        if task.weight is not None:
+            window.add(1.0, task.weight)
+        elif task.scale is not None:
+            window.add(task.scale, None)
+        else:
+            window.count()
 
 
 class Handle:
