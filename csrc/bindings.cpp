@@ -33,6 +33,7 @@ PYBIND11_MODULE(_C, m) {
       .def("accumulate", &Table::accumulate)
       .def("prepare", &Table::prepare)
       .def("step", &Table::step)
+      .def("step_row", &Table::step_row)
       .def("drop_gradients", &Table::drop_gradients)
       .def("release", &Table::release);
 

@@ -39,10 +39,16 @@ class Table {
   void step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale, double coefficient,
             int threads);
 
+  // The whole way of one row alone: collect, prepare and step with scale 1. False, with nothing changed but flags in
+  // `present`, where the row needs attention.
+  bool step_row(size_t row, py::list accums, py::bytearray present, py::bytearray dtypes, py::dict state,
+                const std::vector<Hyper>& hypers, int accum_dtype, double coefficient, int threads);
+
   void drop_gradients();
   void release();
 
  private:
+  bool collect_row(Entry& entry, PyObject* accum, char& held, DType dtype_then, bool buffers, Py_ssize_t& found);
   bool plain(PyObject* tensor) const;
   bool readable(const py::object& tensor, TensorInfo& info) const;
   bool usable_gradient(const Entry& entry) const;

@@ -10,6 +10,7 @@ from . import pipeline
 from .in_backward import Handle
 from .runtime import Runtime
 from .scale_loss import scale_loss
+from .step_in_backward import StepInBackward
 
 
 class BackwardModes:
@@ -73,6 +74,24 @@ class BackwardModes:
                     "factor to accumulate() and step()"
                 )
             return scale_loss(self._run.backward, loss, scale, weight)
+
+    def step_in_backward(self) -> StepInBackward:
+        """A context manager around the backward of a window's last micro-batch: the update happens inside.
+
+        Each parameter is updated, and its gradient freed, as soon as that is complete (a tied weight after its last
+        use): the kernel reads the buffer and the last gradient, updates, and zeroes the buffer. The result is that of
+        the explicit path, bit for bit. Leaving it calls ``step()``, which updates what had no gradient in this
+        micro-batch and runs step hooks. Works in every mode; in explicit mode ``scale_loss`` inside it gives the last
+        micro-batch its scale or weight.
+
+        Raises:
+            RuntimeError: inside a backward; reentrant checkpointing (where it is seen before any update, on entry);
+                a second backward inside; after GradScaler.
+
+        An exception inside leaves some parameters updated and others not: every later call raises until
+        ``load_state_dict``.
+        """
+        return StepInBackward(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim's; its parameters are covered by the hooks of a backward mode at once."""

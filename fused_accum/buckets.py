@@ -67,7 +67,8 @@ class Bucket:
         self.dtypes = bytearray(len(self.params))
         self.present = bytearray(len(self.params))
         self.stale = bytearray(len(self.params))
-        self.grads: list[Tensor | None] | None = None
+        self.grads: Sequence[Tensor | None] | dict[int, Tensor | None] | None = None
+        self.hypers: Sequence[Hyper] = ()  # of the groups, for ``step_row``
 
     # -- the way of a gradient ------------------------------------------------------------------------------
 
@@ -118,6 +119,22 @@ class Bucket:
         increment_version([*table.written(), *aliases])
         self.drop_gradients()
         self.consumed()
+
+    def step_row(self, i: int, state: dict, groups: Sequence[dict[str, Any]], coefficient: float) -> None:
+        """The whole way of one parameter's gradient: collect, prepare, (2) to (6), with ``self.hypers``."""
+        p = self.params[i]
+        g = p.grad
+        self.check(i, g)
+        if g is not None and (g.is_neg() or g._is_zerotensor()):
+            g = checks.plain_gradient(g)
+        self.grads = {i: g}
+        complete(state[p], p, groups[self.groups[i]], self.options)
+        table = self.rows([i], state, self.hypers, 1.0, coefficient)
+        self.backend.adamw(table)
+        increment_version([*table.written(), *([g] if self.present[i] == BY_GRAD else [])])
+        p.grad = self.grads = None
+        if self.present[i]:
+            self.stale[i] = self.present[i] = 0
 
     def consumed(self) -> None:
         """The buffers of all rows with a contribution have been read and zeroed."""

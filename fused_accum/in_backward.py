@@ -21,6 +21,7 @@ from .state import PARAMETER_DTYPES
 if TYPE_CHECKING:
     from .buckets import Bucket
     from .runtime import Runtime
+    from .step_in_backward import StepInBackward
 
 UNFINISHED = (
     "a backward pass before this call did not finish (an exception, out of memory, an interrupt), so that p.grad holds "
@@ -52,7 +53,8 @@ class Slot:
 class InBackward:
     """The hooks of one optimizer. Hooks hold this object, and it holds no parameter: no cycle, no leak.
 
-    ready: called with (slot, parameter) after every hook, when set. installed: False once removed in mid-window,
+    ready: called with (slot, parameter) after every hook, when set. stepping: while inside step_in_backward(), which
+    finishing ends. installed: False once removed in mid-window,
     until the window ends: p.grad stays the authority for it.
     """
 
@@ -65,6 +67,8 @@ class InBackward:
         self.edited: str | None = None  # the parameter whose undivided p.grad was changed
         self.installed = True
         self.ready: Callable[[Slot, Tensor], None] | None = None
+        self.stepping: StepInBackward | None = None
+        self.finishing = False
         weakref.finalize(run, _remove_hooks, self.slots).atexit = False
 
     # -- hooks ----------------------------------------------------------------------------------------------
@@ -102,7 +106,9 @@ class InBackward:
                     at = None
                 if at != slot.ptr:
                     session.adopt(slot, p)
-            if session.ready is not None:
+            if session.stepping is not None:
+                session.stepping.update(slot, p)
+            elif session.ready is not None:
                 session.ready(slot, p)
 
         return hook
@@ -136,7 +142,7 @@ class InBackward:
     def adopt(self, slot: Slot, p: Tensor) -> None:
         """Move the gradient that autograd left in p.grad into the buffer, and the buffer into p.grad."""
         run = self.run()
-        if run is None:
+        if run is None or self.stepping is not None:
             return
         g = p.grad
         bucket, row = run.find(p)
@@ -201,7 +207,9 @@ class InBackward:
 
     def settle(self) -> None:
         """When nothing is left of the window, because all p.grad were set to None, close its books."""
-        if not self.run().window.microbatches or any(p.grad is not None for p in self.params()):
+        if self.stepping is not None or not self.run().window.microbatches:
+            return
+        if any(p.grad is not None for p in self.params()):
             return
         if any(slot.window == self.window for slot in self.slots.values()):  # else its weights are 0, and that counts
             self.close()
@@ -226,6 +234,8 @@ class InBackward:
 
     def refuse_step(self) -> None:
         """Raise RuntimeError unless p.grad holds whole micro-batches."""
+        if self.finishing:
+            return
         self.refuse_unfinished()
         self.settle()
         if self.run().window.weighted:
@@ -301,6 +311,7 @@ class InBackward:
         if run is None:
             return
         run.refuse_half_applied("backward")
+        run.stepped_in_backward = False
         if len(self.tasks.running) > 1 and self.tasks.unfinished():
             # Discarded in between, if all that is there now was put there by this backward.
             if any(self.holds(slot) for slot in self.slots.values()):
@@ -317,7 +328,7 @@ class InBackward:
         run = self.run()
         if run is None:
             return
-        if task.replaced and self.edited is None and not any(slot.backward != self.backwards and self.holds(slot) for slot in self.slots.values()):
+        if self.stepping is None and task.replaced and self.edited is None and not any(slot.backward != self.backwards and self.holds(slot) for slot in self.slots.values()):
             self.close()  # nothing of the earlier micro-batches is left
         self.backwards += 1
         window = run.window

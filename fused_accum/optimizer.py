@@ -186,10 +186,11 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
     def _step_supports_amp_scaling(self) -> bool:
         """Makes torch.amp.GradScaler call ``step`` itself with ``grad_scale`` and ``found_inf`` set: where it was
         asked for (fused=True), while explicit micro-batches are pending, so that ``step`` can refuse, and while
-        weights are recorded in backward, when p.grad must not be edited."""
+        weights are recorded in backward, when p.grad must not be edited; and after step_in_backward(), to refuse."""
         run = self._run
         explicit = run.backward is None and run.window.microbatches > 0
-        return run.amp_requested or explicit or (run.backward is not None and run.window.weighted)
+        weighted = run.backward is not None and run.window.weighted
+        return run.amp_requested or explicit or weighted or run.stepped_in_backward
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:

@@ -36,6 +36,7 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float, weight: float | None) ->
     """
     run = opt._run
     run.refuse_missing_hooks("accumulate")
+    run.stepped_in_backward = False
     if run.backward is not None:
         _refuse_factors("accumulate", scale, weight)
         run.backward.refuse_unfinished()
@@ -62,6 +63,7 @@ def end_window(opt: FusedAccumAdamW, scale: float, weight: float | None) -> str 
     run = opt._run
     run.refuse_missing_hooks("step")
     inverse_grad_scale, found_inf = _amp_factors(opt)
+    run.stepped_in_backward = False
     if run.backward is not None:
         _refuse_factors("step", scale, weight)
         run.backward.refuse_step()
@@ -129,6 +131,14 @@ def _amp_factors(opt: FusedAccumAdamW) -> tuple[float, bool]:
     if not hasattr(opt, "found_inf"):
         return 1.0, False
     run = opt._run
+    if run.stepped_in_backward:
+        del opt.found_inf, opt.grad_scale
+        run.half_applied = "GradScaler's scaled gradients were used as they were"
+        raise RuntimeError(
+            "GradScaler.step() after step_in_backward(): the update is done, with gradients that the scaler could "
+            "neither inspect nor unscale; use step() with a scaler, or bfloat16 autocast, which needs none. "
+            "Parameters and optimizer must be loaded from a checkpoint"
+        )
     if run.backward is None and run.window.microbatches:
         del opt.found_inf, opt.grad_scale
         raise RuntimeError(

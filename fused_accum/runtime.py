@@ -34,6 +34,7 @@ class Runtime:
         self.backward: InBackward | None = None  # p.grad, not the buckets, says what the open window holds
         self.hooks_missing = False  # a copy of an optimizer that accumulated in backward
         self.half_applied: str | None = None  # what stopped a step in the middle
+        self.stepped_in_backward = False  # the last window, and no backward since
         self._groups: Sequence[dict[str, Any]] = []
         self._where: dict[int, tuple[Bucket, int]] = {}
         self._members: list[Tensor] = []
@@ -56,6 +57,8 @@ class Runtime:
             )
         if call != "load_state_dict":
             self.refuse_half_applied(call)
+        if self.backward is not None and self.backward.stepping is not None and call != "scale_loss":
+            raise RuntimeError(f"{call}() was called inside step_in_backward(); leave it first")
         thread = threading.get_ident()
         if self._checkpointing_thread == thread:
             yield
@@ -81,12 +84,15 @@ class Runtime:
 
     # -- accumulation in backward -----------------------------------------------------------------------------
 
-    def start_backward(self, groups: Sequence[dict[str, Any]]) -> InBackward:
-        """Install hooks on all parameters of ``groups``; raises with nothing changed where that cannot be."""
+    def start_backward(self, groups: Sequence[dict[str, Any]], explicit: bool = False) -> InBackward:
+        """Install hooks on all parameters of ``groups``; raises with nothing changed where that cannot be.
+
+        explicit: whether explicit micro-batches may be pending.
+        """
         session = self.backward
         if session is not None and session.installed:
             raise RuntimeError("this optimizer already accumulates in backward; remove() the first handle before")
-        if session is None and self.window.microbatches and not self.hooks_missing:
+        if session is None and self.window.microbatches and not explicit and not self.hooks_missing:
             raise RuntimeError(
                 f"{self.window.microbatches} explicit micro-batch(es) are pending, which backward cannot add to; call "
                 "step() or zero_grad() before accumulating in backward"

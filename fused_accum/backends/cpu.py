@@ -72,6 +72,15 @@ class NativeBucket(Bucket):
         self.table.step(self.native_hypers, self.present, code, scale, coefficient, torch.get_num_threads())
         self.stale[:] = bytes(map(gt, self.stale, present))
 
+    def step_row(self, i: int, state: dict, groups: Sequence[dict[str, Any]], coefficient: float) -> None:
+        code, threads = PARAMETER_DTYPES.index(self.options.accum_dtype), torch.get_num_threads()
+        if self.inference or not self.table.step_row(
+            i, self.accums, self.present, self.dtypes, state, self.native_hypers, code, coefficient, threads
+        ):
+            super().step_row(i, state, groups, coefficient)
+        if self.present[i]:
+            self.stale[i] = self.present[i] = 0
+
     def drop_gradients(self) -> None:
         self.table.drop_gradients()
 
