@@ -39,4 +39,5 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("accumulate_lists", &fa::accumulate_lists);
   m.def("step_lists", &fa::step_lists);
+  m.def("scatter_rows", &fa::scatter_rows);
 }

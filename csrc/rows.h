@@ -68,6 +68,8 @@ bool overlap(const std::vector<Entry>& entries);
 // The same kernels on lists of tensors, None where a row has none; no gradient is consumed, no counter bumped.
 // Throws std::invalid_argument for a tensor that cannot be read, before anything has changed.
 void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale, int threads);
+// accum[index[t]] += grad[t], see cpu_scatter_rows: both tensors of two contiguous dimensions; index: address of int64.
+void scatter_rows(py::object accum, uintptr_t index, py::object grad, int64_t skip, int threads);
 void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,
                 py::list max_exp_avg_sqs, py::list steps, const std::vector<int>& groups,
                 const std::vector<Hyper>& hypers, const std::vector<int>& accum_dtypes, double scale,

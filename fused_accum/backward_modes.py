@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import pipeline
+from .direct_wgrad import DirectHandle
 from .in_backward import Handle
 from .runtime import Runtime
 from .scale_loss import scale_loss
@@ -40,6 +41,33 @@ class BackwardModes:
         """
         with self._run.exclusive("accumulate_in_backward"):
             return Handle(self._run.start_backward(self.param_groups))
+
+    def direct_wgrad(self, model: nn.Module, *, check: bool = False) -> DirectHandle:
+        """``accumulate_in_backward()``, with weight gradients that are never a tensor: a GEMM adds into the buffer.
+
+        Covers nn.Linear, nn.Embedding and transformers' Conv1D in ``model``, with their biases; the forward of those
+        layers is replaced. Every other parameter of the optimizer accumulates in backward as ever. A subclass, and a
+        layer that is hooked, parametrized or has options that need its whole gradient, stays ordinary: the handle's
+        ``direct`` and ``ordinary`` list both, with the reason. ``copy.deepcopy`` of the model is an ordinary model.
+
+        Hooks on a covered weight see no gradient. ``torch.autograd.grad`` and ``create_graph=True`` with respect to
+        it raise. Within ``torch.compile(fullgraph=True)`` the forward raises; without ``fullgraph`` the graph breaks.
+
+        Args:
+            check: count contributions per parameter; ``step`` raises, naming the parameter, when it did not get the
+                same number in every backward of the window.
+
+        Raises:
+            As ``accumulate_in_backward``, where that is not installed yet.
+        """
+        with self._run.exclusive("direct_wgrad"):
+            session = self._run.backward
+            owns = session is None or not session.installed
+            if owns:
+                session = self._run.start_backward(self.param_groups)
+            elif session.direct:
+                raise RuntimeError("direct_wgrad() is installed already; remove() the first handle before")
+            return DirectHandle(session, model, owns, check)
 
     def scale_loss(
         self, loss: Tensor, scale: float | Tensor = 1.0, *, weight: float | Tensor | None = None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import checks
 from .graph_tasks import GraphTasks, Task, current_task_id
+from .slots import RequiringGrad, Slot, accept_any_dtype, refuse_second_owner, remove_hooks, trains
 from .state import PARAMETER_DTYPES
 
 if TYPE_CHECKING:
@@ -27,27 +28,6 @@ UNFINISHED = (
     "a backward pass before this call did not finish (an exception, out of memory, an interrupt), so that p.grad holds "
     "part of a micro-batch; call zero_grad() to drop the window, then repeat its micro-batches"
 )
-
-
-class Slot:
-    """What is known of one parameter. Holds neither the parameter nor its buffer.
-
-    ptr: where the buffer is, as far as the last hook knows (-1: nowhere yet).
-    view: weak reference to the tensor that p.grad was set to.
-    window: number of the window in which it was set.
-    backward: how many backwards had finished when it was set.
-    version: of that tensor after the last addition, while weights are recorded.
-    """
-
-    __slots__ = ("__weakref__", "backward", "grad_dtype", "handle", "param", "ptr", "version", "view", "window")
-
-    def __init__(self, p: Tensor) -> None:
-        self.param = weakref.ref(p)
-        self.ptr = self.window = self.backward = -1
-        self.version = 0
-        self.view: Callable[[], Tensor | None] = lambda: None
-        self.grad_dtype: torch.dtype | None = None  # what to restore, if it was changed
-        self.handle: torch.utils.hooks.RemovableHandle | None = None
 
 
 class InBackward:
@@ -69,7 +49,9 @@ class InBackward:
         self.ready: Callable[[Slot, Tensor], None] | None = None
         self.stepping: StepInBackward | None = None
         self.finishing = False
-        weakref.finalize(run, _remove_hooks, self.slots).atexit = False
+        self.direct: list[Slot] = []
+        self.check_direct = False
+        weakref.finalize(run, remove_hooks, self.slots).atexit = False
 
     # -- hooks ----------------------------------------------------------------------------------------------
 
@@ -82,15 +64,15 @@ class InBackward:
         run = self.run()
         bare = [p for key, p in members.items() if key not in self.slots or self.slots[key].handle is None]
         for p in bare:
-            _refuse_second_owner(run.name_of(p), p, self)
+            refuse_second_owner(run.name_of(p), p, self)
         for p in bare:
             slot = self.slots.setdefault(id(p), Slot(p))
             hook = self._hook(slot)
             hook.owner = weakref.ref(self)
-            with _requiring_grad(p):
+            with RequiringGrad(p):
                 slot.handle = p.register_post_accumulate_grad_hook(hook)
             if p.dtype != run.options.accum_dtype_for(p) and p.grad is None:
-                _accept_any_dtype(slot, p)
+                accept_any_dtype(slot, p)
 
     def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
         tasks, session = self.tasks, self
@@ -116,7 +98,7 @@ class InBackward:
     def remove(self) -> None:
         """Take all hooks out. A window that p.grad holds can still be stepped."""
         self.installed = False
-        _remove_hooks(self.slots)
+        remove_hooks(self.slots)
         self.end_removed()
 
     def end_removed(self) -> None:
@@ -132,7 +114,7 @@ class InBackward:
             run.window.clear()
 
     def _uncover(self, slot: Slot) -> None:
-        _remove_hooks({0: slot})
+        remove_hooks({0: slot})
         p = slot.param()
         if p is not None and slot.grad_dtype is not None and (p.grad is None or p.grad.dtype == slot.grad_dtype):
             p.grad_dtype = slot.grad_dtype
@@ -144,8 +126,11 @@ class InBackward:
         run = self.run()
         if run is None or self.stepping is not None:
             return
+        self.move(slot, *run.find(p))
+
+    def move(self, slot: Slot, bucket: Bucket, row: int) -> None:
+        p, run = bucket.params[row], self.run()
         g = p.grad
-        bucket, row = run.find(p)
         checks.check_parameter(run.name_of(p), p)
         checks.check_gradient(run.name_of(p), p, g)
         if run.window.weighted and slot.window == self.window and g._version > 0:
@@ -154,6 +139,36 @@ class InBackward:
             buffer = self.buffer(slot, bucket, row)
             buffer.copy_(g)
             self.expose(slot, bucket, row)
+
+    def acquire(self, slot: Slot, p: Tensor) -> tuple[Tensor, bool]:
+        """The buffer for something to be added to it in this backward, and whether it is the first contribution: the
+        buffer is then to be overwritten, and ``expose`` to be called."""
+        if current_task_id() != self.tasks.current:
+            self.tasks.touch()
+        bucket, row = self.run().find(p)
+        g = p.grad
+        if g is not None and self.ready is not None and g._version != slot.version:
+            self.edited = self.run().name_of(p)
+        if g is not None and (self.stepping is not None or g.data_ptr() != slot.ptr):
+            if not bucket.is_buffer(row, g):
+                self.move(slot, bucket, row)
+        elif g is None and self.stepping is not None and bucket.present[row]:  # the earlier micro-batches
+            return bucket.accums[row], False
+        elif g is None:
+            return self.buffer(slot, bucket, row), True
+        return bucket.accums[row], False
+
+    def added(self, slot: Slot, p: Tensor) -> None:
+        """After ``acquire`` and the addition: p.grad is the buffer."""
+        slot.contributions += 1
+        if p.grad is None:
+            self.expose(slot, *self.run().find(p))
+
+    def clear(self, p: Tensor) -> None:
+        """Make a buffer that is to be overwritten read zero, if it does not."""
+        bucket, row = self.run().find(p)
+        if bucket.stale[row]:
+            bucket.accums[row].zero_()
 
     def buffer(self, slot: Slot, bucket: Bucket, row: int) -> Tensor:
         """The parameter's buffer, to be written from scratch; a new one while somebody still holds the contents
@@ -166,7 +181,7 @@ class InBackward:
                 bucket.accums[row] = None
                 bucket.allocate([row])
         else:  # all at once: they then lie in few slabs
-            bucket.allocate([i for i, q in enumerate(bucket.params) if bucket.accums[i] is None and _trains(q)])
+            bucket.allocate([i for i, q in enumerate(bucket.params) if bucket.accums[i] is None and trains(q)])
         return bucket.accums[row]
 
     def expose(self, slot: Slot, bucket: Bucket, row: int) -> None:
@@ -177,7 +192,7 @@ class InBackward:
             self.tasks.touch().replaced = True
         if view.dtype != p.dtype and p.grad_dtype is not None:
             p.grad = None
-            _accept_any_dtype(slot, p)
+            accept_any_dtype(slot, p)
         p.grad = view
         bucket.stale[row] = 1
         slot.ptr, slot.view = view.data_ptr(), weakref.ref(view)
@@ -219,6 +234,8 @@ class InBackward:
         self.run().window.clear()
         self.spoiled = self.edited = None
         self.ready = None
+        for slot in self.direct:
+            slot.contributions = 0
 
     def discarded(self) -> None:
         """p.grad was cleared by the optimizer itself: whatever happened to it is over."""
@@ -238,6 +255,7 @@ class InBackward:
             return
         self.refuse_unfinished()
         self.settle()
+        self.refuse_wrong_counts()
         if self.run().window.weighted:
             self.audit()
             if self.edited is not None:
@@ -246,6 +264,16 @@ class InBackward:
                     "weights: it holds the sum not yet divided by them, which step() does, so that clipping or scaling "
                     "it acts on another gradient than meant; clip inside the step with max_grad_norm, or leave the "
                     "weights out and divide the loss yourself. zero_grad() drops the window"
+                )
+
+    def refuse_wrong_counts(self) -> None:
+        """The self-check of direct_wgrad: every backward adds the same number of times to a parameter."""
+        count = self.run().window.microbatches
+        for slot in self.direct if self.check_direct and count else ():
+            if slot.contributions % count:
+                raise RuntimeError(
+                    f"parameter {self.run().name_of(slot.param())} got {slot.contributions} direct contributions in "
+                    f"{count} backwards, which is not the same number in each; zero_grad() drops the window"
                 )
 
     # -- weights ----------------------------------------------------------------------------------------------
@@ -361,46 +389,3 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
-
-
-class _requiring_grad:
-    """torch registers hooks only on what requires grad; a frozen parameter may be unfrozen later."""
-
-    def __init__(self, p: Tensor) -> None:
-        self.p, self.frozen = p, not p.requires_grad
-
-    def __enter__(self) -> None:
-        if self.frozen:
-            self.p.requires_grad_(True)
-
-    def __exit__(self, *_: object) -> None:
-        if self.frozen:
-            self.p.requires_grad_(False)
-
-
-def _trains(p: Tensor) -> bool:
-    return p.requires_grad and p.device.type != "meta"
-
-
-def _accept_any_dtype(slot: Slot, p: Tensor) -> None:
-    """Let p.grad have the buffer's dtype; None adds gradients of p's dtype to it without a cast copy."""
-    if slot.grad_dtype is None:
-        slot.grad_dtype = p.grad_dtype
-    p.grad_dtype = None
-
-
-def _refuse_second_owner(name: str, p: Tensor, session: InBackward) -> None:
-    for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
-        owner = getattr(hook, "owner", None)
-        if owner is not None and owner() not in (None, session) and owner().run() is not None:
-            raise RuntimeError(
-                f"parameter {name} is already accumulated in backward by another FusedAccumAdamW; one p.grad can be "
-                "the buffer of one optimizer only: remove() the other's handle first, or give each its own parameters"
-            )
-
-
-def _remove_hooks(slots: dict[int, Slot]) -> None:
-    for slot in slots.values():
-        if slot.handle is not None:
-            slot.handle.remove()
-            slot.handle = None

@@ -117,6 +117,10 @@ class Cpu(Backend):
     ) -> None:
         _C.accumulate_lists(list(accums), list(grads), list(first), scale, torch.get_num_threads())
 
+    def scatter_rows(self, accum: Tensor, index: Tensor, grad: Tensor, skip: int | None) -> None:
+        index, grad = index.contiguous(), grad.contiguous()
+        _C.scatter_rows(accum, index.data_ptr(), grad, -1 if skip is None else skip, torch.get_num_threads())
+
     def adamw(self, rows: Rows) -> None:
         accums = [a if present else None for a, present in zip(rows.accums, rows.present)]
         _C.step_lists(
