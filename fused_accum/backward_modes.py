@@ -55,7 +55,7 @@ class BackwardModes:
 
         Args:
             check: count contributions per parameter; ``step`` raises, naming the parameter, when it did not get the
-                same number in every backward of the window.
+                same number in every backward of the window (or its ``p.grad`` was discarded in between).
 
         Raises:
             As ``accumulate_in_backward``, where that is not installed yet.

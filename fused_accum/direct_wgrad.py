@@ -31,7 +31,7 @@ class Link:
     def slot(self, weight: Tensor) -> Slot | None:
         """The weight's, when its gradient is to be added directly."""
         session = self.session()
-        if session is None or not session.installed:
+        if session is None or session.run() is None or not session.installed:
             return None
         slot = session.slots.get(id(weight))
         hooked = slot is None or slot.param() is not weight or weight._backward_hooks or not weight.requires_grad
@@ -76,7 +76,7 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def session(ctx: Any) -> InBackward:
         session = ctx.link.session()
-        if session is None or not session.installed:
+        if session is None or session.run() is None or not session.installed:
             raise RuntimeError(
                 "the optimizer or its direct_wgrad() handle is gone, but this backward is of a forward made before; "
                 "repeat the forward"

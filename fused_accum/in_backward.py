@@ -49,7 +49,8 @@ class InBackward:
         self.ready: Callable[[Slot, Tensor], None] | None = None
         self.stepping: StepInBackward | None = None
         self.finishing = False
-        self.direct: list[Slot] = []
+        self.direct: list[Slot] = []  # of parameters that get their gradients directly
+        self.direct_backwards = 0  # how many backwards of this window had such gradients
         self.check_direct = False
         weakref.finalize(run, remove_hooks, self.slots).atexit = False
 
@@ -160,9 +161,11 @@ class InBackward:
 
     def added(self, slot: Slot, p: Tensor) -> None:
         """After ``acquire`` and the addition: p.grad is the buffer."""
+        self.tasks.running[self.tasks.current].direct = True
         slot.contributions += 1
         if p.grad is None:
             self.expose(slot, *self.run().find(p))
+            slot.contributions = 1
 
     def clear(self, p: Tensor) -> None:
         """Make a buffer that is to be overwritten read zero, if it does not."""
@@ -234,8 +237,7 @@ class InBackward:
         self.run().window.clear()
         self.spoiled = self.edited = None
         self.ready = None
-        for slot in self.direct:
-            slot.contributions = 0
+        self.direct_backwards = 0
 
     def discarded(self) -> None:
         """p.grad was cleared by the optimizer itself: whatever happened to it is over."""
@@ -268,9 +270,9 @@ class InBackward:
 
     def refuse_wrong_counts(self) -> None:
         """The self-check of direct_wgrad: every backward adds the same number of times to a parameter."""
-        count = self.run().window.microbatches
+        count = self.direct_backwards
         for slot in self.direct if self.check_direct and count else ():
-            if slot.contributions % count:
+            if slot.window == self.window and slot.contributions % count:
                 raise RuntimeError(
                     f"parameter {self.run().name_of(slot.param())} got {slot.contributions} direct contributions in "
                     f"{count} backwards, which is not the same number in each; zero_grad() drops the window"
@@ -359,6 +361,7 @@ class InBackward:
         if self.stepping is None and task.replaced and self.edited is None and not any(slot.backward != self.backwards and self.holds(slot) for slot in self.slots.values()):
             self.close()  # nothing of the earlier micro-batches is left
         self.backwards += 1
+        self.direct_backwards += task.direct
         window = run.window
         if window.microbatches and window.weighted != (task.weight is not None):
             try:

@@ -39,7 +39,12 @@ class Backend:
         if skip is not None:
             kept = index != skip
             index, grad = index[kept], grad[kept]
-        accum.index_put_((index,), grad.to(accum.dtype), accumulate=True)
+        if accum.device.type != "cpu":
+            accum.index_put_((index,), grad.to(accum.dtype), accumulate=True)  # there it sorts
+        elif index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(accum):
+            raise IndexError(f"an index of {int(index.min())} to {int(index.max())} is outside the {len(accum)} rows")
+        else:
+            accum.index_add_(0, index, grad.to(accum.dtype))
 
     def adamw(self, rows: Rows) -> None:
         """One AdamW update of every row, in place; buffers that were read are zero afterwards."""
