@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from . import pipeline
 from .direct_wgrad import DirectHandle
 from .in_backward import Handle
+from .main_grad import MainGrad
 from .runtime import Runtime
 from .scale_loss import scale_loss
 from .step_in_backward import StepInBackward
@@ -65,9 +66,28 @@ class BackwardModes:
             owns = session is None or not session.installed
             if owns:
                 session = self._run.start_backward(self.param_groups)
-            elif session.direct:
-                raise RuntimeError("direct_wgrad() is installed already; remove() the first handle before")
+            elif session.direct or type(session) is MainGrad:
+                raise RuntimeError("direct_wgrad() or attach_main_grad() is installed already; remove() its handle before")
             return DirectHandle(session, model, owns, check)
+
+    def attach_main_grad(self) -> Handle:
+        """``accumulate_in_backward()``, with each buffer also as ``p.main_grad``, for layers that add to that.
+
+        For Megatron-Core's and TransformerEngine's layers with gradient accumulation fusion, which in their backward do
+        ``p.main_grad += dY^T X`` and return no gradient, or a dummy where ``p.grad_added_to_main_grad`` exists
+        (``zero_out_wgrad`` is honoured). ``main_grad`` (``accum_dtype``, the parameter's shape, contiguous) stays the
+        same memory until ``remove()``, reads zero when a window begins, and becomes ``p.grad`` once the parameter has
+        a contribution. Parameters of other layers accumulate in backward as ever.
+
+        Discard with the optimizer's ``zero_grad()``: layers would add to what another one leaves in ``main_grad``; a
+        ``p.grad`` cleared or replaced in mid-window raises in the next backward. A parameter whose backward ran takes
+        part in the step even if its layer added nothing.
+
+        Raises:
+            RuntimeError: as ``accumulate_in_backward``; a parameter that is not contiguous.
+        """
+        with self._run.exclusive("attach_main_grad"):
+            return Handle(self._run.start_backward(self.param_groups, kind=MainGrad))
 
     def scale_loss(
         self, loss: Tensor, scale: float | Tensor = 1.0, *, weight: float | Tensor | None = None

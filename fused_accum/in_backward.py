@@ -132,14 +132,20 @@ class InBackward:
     def move(self, slot: Slot, bucket: Bucket, row: int) -> None:
         p, run = bucket.params[row], self.run()
         g = p.grad
-        checks.check_parameter(run.name_of(p), p)
-        checks.check_gradient(run.name_of(p), p, g)
+        self.check(bucket, row)
         if run.window.weighted and slot.window == self.window and g._version > 0:
             self.edited = run.name_of(p)  # something was put there, and added to since: not a new gradient
         with torch.no_grad():
             buffer = self.buffer(slot, bucket, row)
             buffer.copy_(g)
             self.expose(slot, bucket, row)
+
+    @staticmethod
+    def check(bucket: Bucket, row: int) -> None:
+        """Raise, by name, for a p.grad that cannot be added to a buffer."""
+        p = bucket.params[row]
+        checks.check_parameter(bucket.name_of(p), p)
+        checks.check_gradient(bucket.name_of(p), p, p.grad)
 
     def acquire(self, slot: Slot, p: Tensor) -> tuple[Tensor, bool]:
         """The buffer for something to be added to it in this backward, and whether it is the first contribution: the
@@ -187,11 +193,11 @@ class InBackward:
             bucket.allocate([i for i, q in enumerate(bucket.params) if bucket.accums[i] is None and trains(q)])
         return bucket.accums[row]
 
-    def expose(self, slot: Slot, bucket: Bucket, row: int) -> None:
-        """Set p.grad to the buffer, which now holds the window's sum."""
+    def expose(self, slot: Slot, bucket: Bucket, row: int, again: bool = False) -> None:
+        """Set p.grad to the buffer, which now holds the window's sum; ``again`` where we took it out ourselves."""
         p = bucket.params[row]
         view = bucket.accums[row].data  # with a version counter of its own
-        if slot.window == self.window:  # it had been set in this window already: somebody discarded or replaced it
+        if slot.window == self.window and not again:  # it had been set in this window already: somebody discarded or replaced it
             self.tasks.touch().replaced = True
         if view.dtype != p.dtype and p.grad_dtype is not None:
             p.grad = None

@@ -84,7 +84,9 @@ class Runtime:
 
     # -- accumulation in backward -----------------------------------------------------------------------------
 
-    def start_backward(self, groups: Sequence[dict[str, Any]], explicit: bool = False) -> InBackward:
+    def start_backward(
+        self, groups: Sequence[dict[str, Any]], explicit: bool = False, kind: type[InBackward] = InBackward
+    ) -> InBackward:
         """Install hooks on all parameters of ``groups``; raises with nothing changed where that cannot be.
 
         explicit: whether explicit micro-batches may be pending.
@@ -98,7 +100,9 @@ class Runtime:
                 "step() or zero_grad() before accumulating in backward"
             )
         if session is None:
-            session = InBackward(self)
+            session = kind(self)
+        elif type(session) is not kind:
+            raise RuntimeError("the window of another backward mode is still open; call step() or zero_grad() first")
         buckets = self.buckets(groups)
         session.cover(p for bucket in buckets for p in bucket.params)
         session.installed = True
