@@ -35,9 +35,11 @@ PYBIND11_MODULE(_C, m) {
       .def("accumulate", &Table::accumulate)
       .def("prepare", &Table::prepare)
       .def("step", &Table::step)
+      .def("step_row", &Table::step_row)
       .def("drop_gradients", &Table::drop_gradients)
       .def("release", &Table::release);
 
   m.def("accumulate_lists", &fa::accumulate_lists);
   m.def("step_lists", &fa::step_lists);
+  m.def("scatter_rows", &fa::scatter_rows);
 }

@@ -29,10 +29,11 @@ struct Entry {
   int group = 0;
   void* step_data = nullptr;
   bool step_is_double = false;
-  bool steps = false;  // takes part in the coming step
+  bool steps = false;    // takes part in the coming step
+  bool aliased = false;  // grad is the buffer itself: its content, nothing still to be added
   const char *first = nullptr, *end = nullptr;  // the parameter's memory when it last took part in a step
 
-  bool has_grad() const { return grad && !grad.is_none(); }
+  bool has_grad() const { return grad && !grad.is_none() && !aliased; }
 };
 
 // Sets a row's operands and sizes; `steps`: those of an update too, not only of an accumulation. In one linear pass
@@ -70,6 +71,8 @@ bool same_objects(py::list lists, py::list others);
 // The same kernels on lists of tensors, None where a row has none; no gradient is consumed, no counter bumped.
 // Throws std::invalid_argument for a tensor that cannot be read, before anything has changed.
 void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale, int threads);
+// accum[index[t]] += grad[t], see cpu_scatter_rows: both tensors of two contiguous dimensions; index: address of int64.
+void scatter_rows(py::object accum, uintptr_t index, py::object grad, int64_t skip, int threads);
 void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,
                 py::list max_exp_avg_sqs, py::list steps, const std::vector<int>& groups,
                 const std::vector<Hyper>& hypers, const std::vector<int>& accum_dtypes, double scale,

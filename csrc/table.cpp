@@ -87,33 +87,64 @@ bool Table::usable_gradient(const Entry& e) const {
   return !is_true(checked(PyObject_CallMethodNoArgs(e.grad.ptr(), names().is_neg)));
 }
 
+bool Table::collect_row(Entry& e, PyObject* accum, char& held, DType dtype_then, bool buffers, Py_ssize_t& found) {
+  if (!plain(e.param.ptr())) return false;
+  e.grad = checked(tensor_attributes().grad.get(e.param.ptr()));
+  e.aliased = false;
+  const bool has_grad = !e.grad.is_none();
+  if (!has_grad && held == kByGrad) held = 0;
+  if (!has_grad && !held) return true;
+  found += has_grad;
+  if (has_grad && !(readable(e.grad, e.g) && usable_gradient(e))) return false;
+  if (accum != e.accum.ptr()) {  // ours, and never moved: read once
+    e.accum = py::reinterpret_borrow<py::object>(accum);
+    if (accum != Py_None && !readable(e.accum, e.a)) return false;
+  }
+  if (has_grad) {
+    e.aliased = accum != Py_None && e.a.data && e.g.data == e.a.data;
+    if (e.aliased) held = kByGrad;
+    else if (held == kByGrad) held = 0;
+  }
+  const bool has_accum = held != 0;
+  if (buffers && accum == Py_None) return false;
+  // A gradient like the parameter the buffer was made for: so is the parameter, and only a step reads it.
+  if (buffers && has_grad && e.g.dtype == dtype_then && same_sizes(e.g, e.a)) return true;
+  if (!readable(e.param, e.p) || has_internal_overlap(e.p)) return false;
+  if (has_grad && !same_sizes(e.g, e.p)) return false;
+  return !(has_accum || buffers) || (dtype_then == e.p.dtype && same_sizes(e.a, e.p));
+}
+
 std::pair<Py_ssize_t, Py_ssize_t> Table::collect(py::list accums, py::bytearray present, py::bytearray dtypes,
                                                  bool buffers) {
   Py_ssize_t found = 0;
   for (size_t i = 0; i < entries_.size(); ++i) {
-    Entry& e = entries_[i];
-    if (!plain(e.param.ptr())) return {found, Py_ssize_t(i)};
-    e.grad = checked(tensor_attributes().grad.get(e.param.ptr()));
-    const bool has_grad = !e.grad.is_none();
-    const bool has_accum = bytes_of(present)[i] != 0;
-    if (!has_grad && !has_accum) continue;
-    found += has_grad;
-    const std::pair<Py_ssize_t, Py_ssize_t> attention(found, Py_ssize_t(i));
-    if (has_grad && !(readable(e.grad, e.g) && usable_gradient(e))) return attention;
-    PyObject* accum = PyList_GET_ITEM(accums.ptr(), Py_ssize_t(i));
-    if (accum != e.accum.ptr()) {  // ours, and never moved: read once
-      e.accum = py::reinterpret_borrow<py::object>(accum);
-      if (accum != Py_None && !readable(e.accum, e.a)) return attention;
-    }
-    if (buffers && accum == Py_None) return attention;
     const DType dtype_then = static_cast<DType>(bytes_of(dtypes)[i]);
-    // A gradient like the parameter the buffer was made for: so is the parameter, and only a step reads it.
-    if (buffers && has_grad && e.g.dtype == dtype_then && same_sizes(e.g, e.a)) continue;
-    if (!readable(e.param, e.p) || has_internal_overlap(e.p)) return attention;
-    if (has_grad && !same_sizes(e.g, e.p)) return attention;
-    if ((has_accum || buffers) && (dtype_then != e.p.dtype || !same_sizes(e.a, e.p))) return attention;
+    PyObject* accum = PyList_GET_ITEM(accums.ptr(), Py_ssize_t(i));
+    if (!collect_row(entries_[i], accum, bytes_of(present)[i], dtype_then, buffers, found)) return {found, Py_ssize_t(i)};
   }
   return {found, kAllRight};
+}
+
+bool Table::step_row(size_t row, py::list accums, py::bytearray present, py::bytearray dtypes, py::dict state,
+                     const std::vector<Hyper>& hypers, int accum_dtype, double coefficient, int threads) {
+  Entry& e = entries_.at(row);
+  char& held = bytes_of(present)[row];
+  Py_ssize_t found = 0;
+  if (!collect_row(e, PyList_GET_ITEM(accums.ptr(), Py_ssize_t(row)), held,
+                   static_cast<DType>(bytes_of(dtypes)[row]), false, found)) return false;
+  if (!found && !held) return true;
+  if (!read_state(e, item(state.ptr(), e.param.ptr()).ptr(), hypers.at(size_t(e.group)))) return false;
+  StepRows step(hypers, 1.0, coefficient, 1);
+  const bool amsgrad = step.add(e, held != 0, static_cast<DType>(accum_dtype)).amsgrad;
+  py::list written;
+  for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq}) written.append(*tensor);
+  if (amsgrad) written.append(e.max_exp_avg_sq);
+  if (e.aliased) written.append(e.grad);
+  step.run(false, threads);
+  if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
+  e.grad = py::object();
+  increment_version_(py::tuple(written));
+  return true;
 }
 
 void Table::accumulate(py::bytearray present, double scale, int threads) {
@@ -226,7 +257,8 @@ bool Table::parameters_overlap() {
 void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale,
                  double coefficient, int threads) {
   StepRows step(hypers, scale, coefficient, entries_.size());
-  std::vector<PyObject*> written;  // without buffers, which nobody else sees, and counts, which no graph saves
+  // Without buffers, unless they are p.grad too (nobody else sees them), and counts, which no graph saves.
+  std::vector<PyObject*> written;
   written.reserve(entries_.size() * 4);
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& e = entries_[i];
@@ -234,21 +266,22 @@ void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int ac
     const Row& row = step.add(e, bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype));
     for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq}) written.push_back(tensor->ptr());
     if (row.amsgrad) written.push_back(e.max_exp_avg_sq.ptr());
+    if (e.aliased) written.push_back(e.grad.ptr());
   }
-  step.run(parameters_overlap(), threads);
-  std::fill_n(bytes_of(present), entries_.size(), 0);
-  drop_gradients();
   py::tuple tensors(written.size());
   for (size_t i = 0; i < written.size(); ++i) {
     Py_INCREF(written[i]);
     PyTuple_SET_ITEM(tensors.ptr(), Py_ssize_t(i), written[i]);
   }
+  step.run(parameters_overlap(), threads);
+  std::fill_n(bytes_of(present), entries_.size(), 0);
+  drop_gradients();
   increment_version_(tensors);
 }
 
 void Table::drop_gradients() {
   for (Entry& e : entries_) {
-    if (!e.has_grad()) continue;
+    if (!e.grad || e.grad.is_none()) continue;
     if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
   }
   release();

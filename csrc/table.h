@@ -15,6 +15,7 @@ namespace fa {
 class Table {
  public:
   static constexpr Py_ssize_t kAllRight = -1;
+  static constexpr char kByGrad = 2;  // in `present`, as BY_GRAD in fused_accum/buckets.py
 
   // params: list of tensors; groups: index of each into the hypers; increment_version: torch's function.
   Table(py::list params, std::vector<int> groups, py::object increment_version);
@@ -22,8 +23,9 @@ class Table {
   // Types whose instances are read directly, beside torch.Tensor and torch.nn.Parameter.
   void accept(py::object type);
 
-  // Reads p.grad of every row. accums: tensors or None; present: bytearray; dtypes: bytearray, each parameter's dtype
-  // when its buffer was made; buffers: whether rows with a gradient need a buffer.
+  // Reads p.grad of every row. accums: tensors or None; present: bytearray, set to kByGrad where p.grad is the buffer
+  // itself and to 0 where it no longer is; dtypes: bytearray, each parameter's dtype when its buffer was made; buffers:
+  // whether rows with a gradient need a buffer.
   // Returns (gradients found, row that needs attention or kAllRight).
   std::pair<Py_ssize_t, Py_ssize_t> collect(py::list accums, py::bytearray present, py::bytearray dtypes, bool buffers);
 
@@ -37,10 +39,16 @@ class Table {
   void step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale, double coefficient,
             int threads);
 
+  // The whole way of one row alone: collect, prepare and step with scale 1. False, with nothing changed but flags in
+  // `present`, where the row needs attention.
+  bool step_row(size_t row, py::list accums, py::bytearray present, py::bytearray dtypes, py::dict state,
+                const std::vector<Hyper>& hypers, int accum_dtype, double coefficient, int threads);
+
   void drop_gradients();
   void release();
 
  private:
+  bool collect_row(Entry& entry, PyObject* accum, char& held, DType dtype_then, bool buffers, Py_ssize_t& found);
   bool plain(PyObject* tensor) const;
   bool readable(const py::object& tensor, TensorInfo& info) const;
   bool usable_gradient(const Entry& entry) const;

@@ -7,6 +7,7 @@ A backend that can do the same faster subclasses ``Bucket`` and keeps its meanin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import gt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 SLAB_BYTES = 64 << 20  # buffers are cut from flat allocations of at most this size (larger ones stand alone)
 ALIGNMENT = 64  # bytes: a cache line, so that no two threads write to one
+BY_GRAD = 2  # in `present`: the buffer's content is what p.grad, an alias of it, holds at this moment
 
 
 class Stale(Exception):
@@ -34,6 +36,7 @@ class Accum(NamedTuple):
     buffer: Tensor
     dtype: int
     present: int
+    stale: int
 
 
 class Bucket:
@@ -41,7 +44,9 @@ class Bucket:
 
     Attributes:
         accums: persistent buffers, None until a parameter's first contribution; outside ``optimizer.state``.
-        present: 1 where the buffer holds a contribution of the open window (else it is not read).
+        present: not 0 where the buffer holds a contribution of the open window (else it is not read): 1 where it was
+            put there, BY_GRAD where ``collect`` found that p.grad is the buffer.
+        stale: 1 where the buffer, when nothing is present, does not read zero.
         dtypes: the parameter's dtype when its buffer was made, as an index into PARAMETER_DTYPES.
         grads: what ``collect`` found; None before and after.
     """
@@ -61,7 +66,9 @@ class Bucket:
         self.accums: list[Tensor | None] = [None] * len(self.params)
         self.dtypes = bytearray(len(self.params))
         self.present = bytearray(len(self.params))
-        self.grads: list[Tensor | None] | None = None
+        self.stale = bytearray(len(self.params))
+        self.grads: Sequence[Tensor | None] | dict[int, Tensor | None] | None = None
+        self.hypers: Sequence[Hyper] = ()  # of the groups, for ``step_row``
 
     # -- the way of a gradient ------------------------------------------------------------------------------
 
@@ -72,8 +79,11 @@ class Bucket:
         """
         self.grads = [p.grad for p in self.params]
         rows = [i for i, g in enumerate(self.grads) if g is not None]
-        for i in rows:
-            self.check(i, self.grads[i])
+        for i, g in enumerate(self.grads):
+            if g is not None:
+                self.check(i, g)
+            elif self.present[i] == BY_GRAD:
+                self.present[i] = 0
         if buffers:
             self.allocate([i for i in rows if self.accums[i] is None])
         return len(rows)
@@ -105,8 +115,30 @@ class Bucket:
         """(2) to (6) for every row with a contribution, after ``prepare``; consumes gradients and buffers."""
         table = self.rows(self.contributing(), state, hypers, scale, coefficient)
         self.backend.adamw(table)
-        increment_version(table.written())
+        aliases = [g for g, present in zip(self.grads, self.present) if present == BY_GRAD]
+        increment_version([*table.written(), *aliases])
         self.drop_gradients()
+        self.consumed()
+
+    def step_row(self, i: int, state: dict, groups: Sequence[dict[str, Any]], coefficient: float) -> None:
+        """The whole way of one parameter's gradient: collect, prepare, (2) to (6), with ``self.hypers``."""
+        p = self.params[i]
+        g = p.grad
+        self.check(i, g)
+        if g is not None and (g.is_neg() or g._is_zerotensor()):
+            g = checks.plain_gradient(g)
+        self.grads = {i: g}
+        complete(state[p], p, groups[self.groups[i]], self.options)
+        table = self.rows([i], state, self.hypers, 1.0, coefficient)
+        self.backend.adamw(table)
+        increment_version([*table.written(), *([g] if self.present[i] == BY_GRAD else [])])
+        p.grad = self.grads = None
+        if self.present[i]:
+            self.stale[i] = self.present[i] = 0
+
+    def consumed(self) -> None:
+        """The buffers of all rows with a contribution have been read and zeroed."""
+        self.stale[:] = bytes(map(gt, self.stale, self.present))
         self.present[:] = bytes(len(self.params))
 
     def contributing(self) -> list[int]:
@@ -134,7 +166,7 @@ class Bucket:
         amsgrad = [hypers[self.groups[i]].amsgrad for i in rows]
         return Rows(
             params=params,
-            grads=[self.grads[i] for i in rows],
+            grads=[None if self.present[i] == BY_GRAD else self.grads[i] for i in rows],
             accums=[self.accums[i] for i in rows],
             present=[self.present[i] for i in rows],
             accum_dtypes=[self.options.accum_dtype_for(p) for p in params],
@@ -155,6 +187,10 @@ class Bucket:
         checks.check_parameter(name, p)
         if g is not None:
             checks.check_gradient(name, p, g)
+            if self.is_buffer(i, g):
+                self.present[i] = BY_GRAD
+            elif self.present[i] == BY_GRAD:
+                self.present[i] = 0
         accum = self.accums[i]
         if accum is not None:
             if self.present[i]:
@@ -163,6 +199,11 @@ class Bucket:
                 self.accums[i] = None
         if p.device != self.device:
             raise Stale
+
+    def is_buffer(self, i: int, g: Tensor) -> bool:
+        """Whether the gradient ``g`` of parameter ``i`` is its buffer under another name."""
+        accum = self.accums[i]
+        return accum is not None and g.numel() > 0 and g.data_ptr() == accum.data_ptr()
 
     def allocate(self, rows: Sequence[int]) -> None:
         """Give ``rows`` buffers, uninitialized: the first contribution writes without reading."""
@@ -193,6 +234,7 @@ class Bucket:
             # .data: views of one tensor share a version counter, buffers must not
             self.accums[i] = flat.as_strided(p.shape, dense.stride(), at).data
             self.dtypes[i] = PARAMETER_DTYPES.index(p.dtype)
+            self.stale[i] = 1
             at += -(-p.numel() // unit) * unit
 
     # -- the window's content -------------------------------------------------------------------------------
@@ -200,15 +242,16 @@ class Bucket:
     def clear_window(self) -> None:
         """Drop every contribution; the buffers read zero."""
         for i, present in enumerate(self.present):
-            if present:
+            if present == 1:
                 self.accums[i].zero_()
+                self.stale[i] = 0
         self.present[:] = bytes(len(self.params))
 
     def export(self) -> dict[int, Accum]:
         """Every buffer by ``id(parameter)``."""
         return {
-            id(p): Accum(a, d, present)
-            for p, a, d, present in zip(self.params, self.accums, self.dtypes, self.present)
+            id(p): Accum(a, d, present, stale)
+            for p, a, d, present, stale in zip(self.params, self.accums, self.dtypes, self.present, self.stale)
             if a is not None
         }
 
@@ -216,4 +259,4 @@ class Bucket:
         """Take over the buffers of ``accums`` that belong to this bucket's parameters."""
         for i, p in enumerate(self.params):
             if (own := accums.pop(id(p), None)) is not None:
-                self.accums[i], self.dtypes[i], self.present[i] = own.buffer, own.dtype, own.present
+                self.accums[i], self.dtypes[i], self.present[i], self.stale[i] = own

@@ -32,6 +32,11 @@ def _updates(opt: FusedAccumAdamW) -> float:
     return float(sum(map(float, steps)))
 
 
+def _saved(run: Runtime, p: Tensor, accum: Tensor) -> Tensor:
+    """A copy of the sum, in the buffer's dtype (a p.grad that is the sum may have another)."""
+    return accum.detach().to(run.options.accum_dtype_for(p), copy=True)
+
+
 @contextmanager
 def visible_window(opt: FusedAccumAdamW) -> Iterator[None]:
     """While inside, the open window is part of ``opt.state`` and ``opt.param_groups``, where
@@ -44,14 +49,14 @@ def visible_window(opt: FusedAccumAdamW) -> Iterator[None]:
         if isinstance(key, Tensor) and id(key) not in members:
             del opt.state[key]
     entries = {}
-    if run.window.microbatches:
+    if run.has_whole_window():
         entries = {**run.window.as_group_entries(), "accum_updates": _updates(opt)}
         for p, accum in run.contributions():
             if id(p) not in members:
                 continue
             shown = dict(opt.state.get(p, {}))
             complete(shown, p, members[id(p)], run.options)
-            opt.state[p] = {**shown, "accum": accum.clone(memory_format=torch.preserve_format)}
+            opt.state[p] = {**shown, "accum": _saved(run, p, accum)}
         for group in opt.param_groups:
             group.update(entries)
     try:
@@ -65,7 +70,8 @@ def visible_window(opt: FusedAccumAdamW) -> Iterator[None]:
 
 
 def warn_mid_window_save(run: Runtime) -> None:
-    if run.window.microbatches and not run.warned_mid_window_save:
+    spoiled = run.backward is not None and run.backward.tasks.unfinished()
+    if run.window.microbatches and not spoiled and not run.warned_mid_window_save:
         run.warned_mid_window_save = True
         warnings.warn(
             f"state_dict() was taken in mid-window: it holds {run.window.microbatches} micro-batch(es) not yet "
@@ -94,6 +100,8 @@ def reinstate(opt: FusedAccumAdamW) -> None:
         if "accum" in own:
             del own["accum"]
             accums[id(p)] = (p, saved["accum"])
+    if run.backward is not None:
+        run.backward.drop()
     run.discard()
     updates = None
     for group in reversed(opt.param_groups):
@@ -114,8 +122,14 @@ def reinstate(opt: FusedAccumAdamW) -> None:
 def pickled(opt: FusedAccumAdamW) -> dict[str, Any]:
     """What ``__getstate__`` adds: options, the window's books and its sums (by parameter)."""
     run = opt._run
-    sums = [(p, accum.clone(memory_format=torch.preserve_format)) for p, accum in run.contributions()]
-    return {"options": run.options, "amp_requested": run.amp_requested, "window": run.window, "sums": sums}
+    whole = run.has_whole_window()
+    return {
+        "options": run.options,
+        "amp_requested": run.amp_requested,
+        "window": run.window.emptied() if run.window.microbatches and not whole else run.window,
+        "sums": [(p, _saved(run, p, accum)) for p, accum in run.contributions()] if whole else [],
+        "in_backward": run.hooks_missing or (run.backward is not None and run.backward.installed),
+    }
 
 
 def unpickle(opt: FusedAccumAdamW, saved: dict[str, Any]) -> None:
@@ -123,5 +137,6 @@ def unpickle(opt: FusedAccumAdamW, saved: dict[str, Any]) -> None:
     run = opt._run = Runtime(saved["options"])
     run.amp_requested = saved["amp_requested"]
     run.window = saved["window"]
+    run.hooks_missing = saved["in_backward"]
     if saved["sums"]:
         run.restore(opt.param_groups, {id(p): (p, accum) for p, accum in saved["sums"]})

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import checkpoint
-from .buckets import Bucket
+from . import checkpoint, pipeline
+from .backward_modes import BackwardModes
 from .entry import hooked, one_graph_break
 from .runtime import Runtime
-from .state import Hyper, Options
-from .window import Pending, host_number
+from .state import Options
+from .window import Pending
 
 
 class BackendRow(NamedTuple):
@@ -26,7 +26,7 @@ class BackendRow(NamedTuple):
     reason: str
 
 
-class FusedAccumAdamW(torch.optim.AdamW):
+class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
     r"""AdamW that accumulates micro-batches itself: one persistent buffer, one fused pass per micro-batch.
 
     A window is the micro-batches of one update. ``accumulate()`` adds each ``p.grad`` into the parameter's buffer
@@ -109,9 +109,9 @@ class FusedAccumAdamW(torch.optim.AdamW):
                 requiring grad, cast or moved in mid-window); called in a backward or concurrently. Nothing has
                 changed then.
         """
-        scale, weight = _host_factors(scale, weight)
+        scale, weight = pipeline.host_factors(scale, weight)
         with self._run.exclusive("accumulate"):
-            self._take_microbatch(scale, weight)
+            pipeline.take_microbatch(self, scale, weight)
 
     @hooked
     def step(
@@ -141,9 +141,9 @@ class FusedAccumAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, weight = _host_factors(scale, weight)
+        scale, weight = pipeline.host_factors(scale, weight)
         with self._run.exclusive("step"):
-            message = self._end_window(scale, weight)
+            message = pipeline.end_window(self, scale, weight)
         if message:
             warnings.warn(message, UserWarning, stacklevel=4)
         return loss
@@ -154,9 +154,10 @@ class FusedAccumAdamW(torch.optim.AdamW):
         After an exception in a backward, ``discard_microbatch()`` keeps the window instead.
         """
         with self._run.exclusive("zero_grad"):
-            dropped = self._run.window.microbatches
-            self._run.discard()
+            dropped = pipeline.discard_window(self)
             super().zero_grad(set_to_none)
+            if self._run.backward is not None:
+                self._run.backward.discarded()
         if dropped:
             warnings.warn(
                 f"zero_grad() dropped {dropped} accumulated micro-batch(es) that were not stepped; call it only "
@@ -166,102 +167,46 @@ class FusedAccumAdamW(torch.optim.AdamW):
             )
 
     def discard_microbatch(self) -> None:
-        """Set every ``p.grad`` to None and keep the window: what to do when a backward was not finished."""
+        """Set every ``p.grad`` to None and keep the window: what to do when a backward was not finished.
+
+        Raises RuntimeError while accumulating in backward, where ``p.grad`` is the window.
+        """
         with self._run.exclusive("discard_microbatch"):
+            if self._run.backward is not None:
+                raise RuntimeError(
+                    "discard_microbatch() while accumulating in backward: p.grad holds the whole window, of which one "
+                    "micro-batch cannot be taken out again; call zero_grad() and repeat the window"
+                )
             for group in self.param_groups:
                 for p in group["params"]:
                     p.grad = None
-
-    def _take_microbatch(self, scale: float, weight: float | None) -> None:
-        """Add the gradients in ``p.grad`` to the open window, or only count them where their factor is zero."""
-        run = self._run
-        factor = _factor(scale, weight)
-        buckets, found = run.collect(self.param_groups, buffers=factor != 0)
-        try:
-            if not found:
-                return
-            run.window.refuse_mixing(weight)
-            # Counted before the kernels run: an interrupt during them is raised right after, never between.
-            run.window.add(scale, weight)
-            for bucket in buckets:
-                if factor != 0:
-                    bucket.accumulate(factor)
-                else:
-                    bucket.drop_gradients()
-        finally:
-            _release(buckets)
-
-    def _end_window(self, scale: float, weight: float | None) -> str | None:
-        """The pipeline of a step: collect, coefficient, update, clear. Returns what to warn of."""
-        run = self._run
-        inverse_grad_scale, found_inf = self._amp_factors()
-        if _factor(scale, weight) == 0:
-            self._take_microbatch(scale, weight)
-        buckets, found = run.collect(self.param_groups, buffers=False)
-        try:
-            if found:
-                run.window.refuse_mixing(weight)
-            total = run.window.total_weight(weight if found else None)
-            if found_inf or (total == 0 and run.window.microbatches):
-                return self._abandon_window(buckets, found_inf)
-            hypers = [Hyper.of(group) for group in self.param_groups]
-            for bucket in buckets:
-                bucket.prepare(self.state, self.param_groups, hypers)
-            if found:
-                run.window.add(scale, weight)
-            message = run.window.close()
-            coefficient = (1.0 if total is None else 1.0 / total) * inverse_grad_scale
-            for bucket in buckets:
-                bucket.step(self.state, hypers, _factor(scale, weight), coefficient)
-            return message
-        finally:
-            _release(buckets)
-
-    def _abandon_window(self, buckets: list[Bucket], found_inf: bool) -> str | None:
-        """End the window without an update: GradScaler found an inf, or there is nothing to divide by."""
-        for bucket in buckets:
-            bucket.drop_gradients()
-        count = self._run.window.microbatches
-        self._run.discard()
-        if found_inf:
-            return None
-        return (
-            f"the weights of this window's {count} micro-batch(es) add up to 0: there is nothing to average, so "
-            "no parameter was updated and the window is closed"
-        )
 
     # -- GradScaler -----------------------------------------------------------------------------------------
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Makes torch.amp.GradScaler call ``step`` itself with ``grad_scale`` and ``found_inf`` set: where it was
-        asked for (fused=True), and while a window is open, so that ``step`` can refuse."""
-        return self._run.amp_requested or self._run.window.microbatches > 0
+        asked for (fused=True), while explicit micro-batches are pending, so that ``step`` can refuse, and while
+        weights are recorded in backward, when p.grad must not be edited; and after step_in_backward(), to refuse."""
+        run = self._run
+        explicit = run.backward is None and run.window.microbatches > 0
+        weighted = run.backward is not None and run.window.weighted
+        return run.amp_requested or explicit or weighted or run.stepped_in_backward
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self._run.amp_requested = bool(value)
 
-    def _amp_factors(self) -> tuple[float, bool]:
-        """(1 / grad_scale, found_inf) as GradScaler has set them on the optimizer; it deletes them itself."""
-        if not hasattr(self, "found_inf"):
-            return 1.0, False
-        if self._run.window.microbatches:
-            del self.found_inf, self.grad_scale
-            raise RuntimeError(
-                f"GradScaler.step() with {self._run.window.microbatches} explicit micro-batch(es) pending: the "
-                "scaler inspects and unscales only p.grad, not the buffer, so the update would be wrong. "
-                "Accumulate into p.grad instead (accumulate_in_backward(), or plain backward() calls without "
-                "accumulate()), or use bfloat16 autocast, which needs no scaler"
-            )
-        inverse = 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
-        return inverse, float(self.found_inf) != 0
-
     # -- looking in -----------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> Pending:
-        """``(microbatches, weight)`` of the open window: how many had a gradient, the sum of their weights."""
+        """``(microbatches, weight)`` of the open window: how many had a gradient, the sum of their weights.
+
+        While accumulating in backward, how many backwards have finished.
+        """
+        if self._run.backward is not None:
+            self._run.backward.settle()
         return self._run.window.pending
 
     @property
@@ -295,6 +240,7 @@ class FusedAccumAdamW(torch.optim.AdamW):
             handle = self.register_load_state_dict_pre_hook(remember)  # the last one sees what the others return
             try:
                 super().load_state_dict(state_dict)
+                run.half_applied = None
             finally:
                 handle.remove()
                 run.incoming = None
@@ -316,16 +262,3 @@ class FusedAccumAdamW(torch.optim.AdamW):
             checkpoint.unpickle(self, saved)
         elif self._run.incoming is not None:
             checkpoint.reinstate(self)
-
-
-def _factor(scale: float, weight: float | None) -> float:
-    return scale if weight is None else scale * weight
-
-
-def _host_factors(scale: Any, weight: Any) -> tuple[float, float | None]:
-    return host_number("scale", scale), None if weight is None else host_number("weight", weight)
-
-
-def _release(buckets: list[Bucket]) -> None:
-    for bucket in buckets:
-        bucket.release()

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import backends
 from ._native import same_objects
 from .buckets import Accum, Bucket, Stale
+from .in_backward import InBackward
 from .state import Options
 from .window import Window
 
@@ -35,6 +36,10 @@ class Exclusive:
                 f"{call}() was called inside a backward pass (from a hook?), when gradients are not complete: "
                 "call it after backward() has returned"
             )
+        if call != "load_state_dict":
+            run.refuse_half_applied(call)
+        if run.backward is not None and run.backward.stepping is not None and call != "scale_loss":
+            raise RuntimeError(f"{call}() was called inside step_in_backward(); leave it first")
         thread = threading.get_ident()
         if run.checkpointing_thread == thread:
             return
@@ -59,6 +64,12 @@ class Runtime:
         self.amp_requested = False
         self.incoming: dict[str, Any] | None = None
         self.warned_mid_window_save = False
+        self.backward: InBackward | None = None  # p.grad, not the buckets, says what the open window holds
+        self.hooks_missing = False  # a copy of an optimizer that accumulated in backward
+        self.half_applied: str | None = None  # what stopped a step in the middle
+        self.stepped_in_backward = False  # the last window, and no backward since
+        self._groups: Sequence[dict[str, Any]] = []
+        self._where: dict[int, tuple[Bucket, int]] = {}
         self._members: list[list[Tensor]] = []  # of every group
         self._buckets: list[Bucket] = []
         self.busy = threading.Lock()
@@ -71,13 +82,76 @@ class Runtime:
         """
         return Exclusive(self, call)
 
+    def refuse_half_applied(self, call: str) -> None:
+        if self.half_applied is not None:
+            raise RuntimeError(
+                f"{call}: an exception inside step_in_backward() ({self.half_applied}) left some parameters updated "
+                "and others not; load a checkpoint into the model and, with load_state_dict(), into the optimizer"
+            )
+
+    # -- accumulation in backward -----------------------------------------------------------------------------
+
+    def start_backward(
+        self, groups: Sequence[dict[str, Any]], explicit: bool = False, kind: type[InBackward] = InBackward
+    ) -> InBackward:
+        """Install hooks on all parameters of ``groups``; raises with nothing changed where that cannot be.
+
+        explicit: whether explicit micro-batches may be pending.
+        """
+        session = self.backward
+        if session is not None and session.installed:
+            raise RuntimeError("this optimizer already accumulates in backward; remove() the first handle before")
+        if session is None and self.window.microbatches and not explicit and not self.hooks_missing:
+            raise RuntimeError(
+                f"{self.window.microbatches} explicit micro-batch(es) are pending, which backward cannot add to; call "
+                "step() or zero_grad() before accumulating in backward"
+            )
+        if session is None:
+            session = kind(self)
+        elif type(session) is not kind:
+            raise RuntimeError("the window of another backward mode is still open; call step() or zero_grad() first")
+        buckets = self.buckets(groups)
+        session.cover(p for bucket in buckets for p in bucket.params)
+        session.installed = True
+        self.backward = session
+        if self.hooks_missing:
+            self.hooks_missing = False
+            session.publish()
+        return session
+
+    def refuse_missing_hooks(self, call: str) -> None:
+        if self.hooks_missing:
+            raise RuntimeError(
+                f"{call}() of a copy of an optimizer that accumulated in backward: hooks are not copied, so backward "
+                "does not accumulate here; call accumulate_in_backward() (or direct_wgrad()) on the copy first; its "
+                "remove() then leaves an ordinary optimizer"
+            )
+
     # -- buckets --------------------------------------------------------------------------------------------
 
     def buckets(self, groups: Sequence[dict[str, Any]]) -> list[Bucket]:
         """The buckets of ``groups`` (param_groups), made anew when their parameters have changed."""
+        self._groups = groups
         if not same_objects([group["params"] for group in groups], self._members):
             self.rebuild(groups)
+            if self.backward is not None and self.backward.installed:
+                self.backward.cover(p for bucket in self._buckets for p in bucket.params)
         return self._buckets
+
+    def built(self) -> list[Bucket]:
+        """The buckets of the groups last seen."""
+        return self.buckets(self._groups)
+
+    def find(self, p: Tensor) -> tuple[Bucket, int]:
+        """The bucket of ``p`` and its row there."""
+        found = self._where.get(id(p))
+        if found is None or found[0].device != p.device:
+            self.rebuild(self._groups)
+            found = self._where[id(p)]
+        return found
+
+    def name_of(self, p: Tensor) -> str:
+        return self.find(p)[0].name_of(p)
 
     def rebuild(self, groups: Sequence[dict[str, Any]]) -> None:
         """Sort the parameters of ``groups`` into buckets; buffers and open window are kept."""
@@ -107,7 +181,7 @@ class Runtime:
             bucket = backend.bucket_type(backend, reason, device, members, owners, name_of, self.options)
             bucket.adopt(accums)
             fresh.append(bucket)
-        lost = sum(accum.present for accum in accums.values())
+        lost = sum(accum.present != 0 for accum in accums.values())
         if lost:
             warnings.warn(
                 f"{lost} parameter(s) with contributions to the open window are no longer in param_groups; "
@@ -117,6 +191,7 @@ class Runtime:
             )
         self._members = [list(group["params"]) for group in groups]
         self._buckets = fresh
+        self._where = {id(p): (bucket, row) for bucket in fresh for row, p in enumerate(bucket.params)}
 
     def choose(self, device: torch.device) -> tuple[backends.Backend, str]:
         if device.type == "meta":  # a gradient there is refused; the parameter may be materialized before it has one
@@ -147,13 +222,29 @@ class Runtime:
         return accums
 
     def contributions(self) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, buffer) of every parameter that has a contribution in the open window."""
+        """(parameter, sum) of every parameter that has a contribution in the open window."""
+        if self.backward is not None:
+            return self.backward.sums()
         return [
             (p, a)
             for bucket in self._buckets
             for p, a, present in zip(bucket.params, bucket.accums, bucket.present)
             if present
         ]
+
+    def has_whole_window(self) -> bool:
+        """Whether a window is open, of whole micro-batches; warns when a failed backward has spoiled it."""
+        if self.backward is not None:
+            self.backward.settle()
+            if self.backward.tasks.unfinished():
+                warnings.warn(
+                    "a backward did not finish, so p.grad holds part of a micro-batch; the open window is left out of "
+                    "what is saved (zero_grad() drops it)",
+                    UserWarning,
+                    stacklevel=4,
+                )
+                return False
+        return self.window.microbatches > 0
 
     def discard(self) -> None:
         """Drop the open window: its counts and its sums."""
@@ -170,3 +261,5 @@ class Runtime:
                 with torch.no_grad():
                     bucket.accums[i].copy_(accums[id(bucket.params[i])][1])
                 bucket.present[i] = 1
+        if self.backward is not None:
+            self.backward.publish()

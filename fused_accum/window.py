@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, NamedTuple
 
@@ -44,6 +45,13 @@ class Window:
         self.weighted = False
         self.weight = 0.0
         self.scale_sum = 0.0
+        self.scaled = 0
+
+    def emptied(self) -> Window:
+        """A copy that remembers earlier windows only."""
+        other = copy.copy(self)
+        other.clear()
+        return other
 
     @property
     def pending(self) -> Pending:
@@ -63,9 +71,14 @@ class Window:
         self.microbatches += 1
         if weight is None:
             self.scale_sum += scale
+            self.scaled += 1
         else:
             self.weighted = True
             self.weight += weight
+
+    def count(self) -> None:
+        """Count one micro-batch that came with its scale already in its gradient."""
+        self.microbatches += 1
 
     def total_weight(self, weight: float | None) -> float | None:
         """The window's sum of weights with one more micro-batch of ``weight``; None without weights."""
@@ -76,7 +89,7 @@ class Window:
     def close(self) -> str | None:
         """End the window; returns what to warn of (once) when its scales add up to another sum than before."""
         message = None
-        if self.microbatches and not self.weighted:
+        if self.scaled and self.scaled == self.microbatches:
             previous, now = self.previous_scale_sum, self.scale_sum
             differs = previous is not None and not math.isclose(previous, now, rel_tol=1e-6)
             if differs and not self.warned_scale_sum:
@@ -98,6 +111,7 @@ class Window:
             "accum_weight": self.weight,
             "accum_weighted": self.weighted,
             "accum_scale_sum": self.scale_sum,
+            "accum_scaled": self.scaled,
         }
 
     def take_group_entries(self, group: dict[str, Any]) -> None:
@@ -106,3 +120,4 @@ class Window:
         self.weight = float(group.pop("accum_weight", 0.0))
         self.weighted = bool(group.pop("accum_weighted", False))
         self.scale_sum = float(group.pop("accum_scale_sum", 0.0))
+        self.scaled = int(group.pop("accum_scaled", 0 if self.weighted else self.microbatches))

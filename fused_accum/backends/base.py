@@ -31,6 +31,21 @@ class Backend:
         """``accum <- scale*grad`` where ``first`` (accum is not read), else ``accum + scale*grad``, in place."""
         raise NotImplementedError
 
+    def scatter_rows(self, accum: Tensor, index: Tensor, grad: Tensor, skip: int | None) -> None:
+        """``accum[index[t]] += grad[t]`` for every t with ``index[t] != skip``, in place; the same bits every time.
+
+        accum: (rows, width), contiguous. index: (tokens,), int64. grad: (tokens, width), any floating dtype.
+        """
+        if skip is not None:
+            kept = index != skip
+            index, grad = index[kept], grad[kept]
+        if accum.device.type != "cpu":
+            accum.index_put_((index,), grad.to(accum.dtype), accumulate=True)  # there it sorts
+        elif index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(accum):
+            raise IndexError(f"an index of {int(index.min())} to {int(index.max())} is outside the {len(accum)} rows")
+        else:
+            accum.index_add_(0, index, grad.to(accum.dtype))
+
     def adamw(self, rows: Rows) -> None:
         """One AdamW update of every row, in place; buffers that were read are zero afterwards."""
         raise NotImplementedError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import gt
 from typing import Any
 
 import torch
@@ -67,7 +68,18 @@ class NativeBucket(Bucket):
 
     def step(self, state: dict, hypers: Sequence[Hyper], scale: float, coefficient: float) -> None:
         code = PARAMETER_DTYPES.index(self.options.accum_dtype)
+        present = bytes(self.present)
         self.table.step(self.native_hypers, self.present, code, scale, coefficient, torch.get_num_threads())
+        self.stale[:] = bytes(map(gt, self.stale, present))
+
+    def step_row(self, i: int, state: dict, groups: Sequence[dict[str, Any]], coefficient: float) -> None:
+        code, threads = PARAMETER_DTYPES.index(self.options.accum_dtype), torch.get_num_threads()
+        if self.inference or not self.table.step_row(
+            i, self.accums, self.present, self.dtypes, state, self.native_hypers, code, coefficient, threads
+        ):
+            super().step_row(i, state, groups, coefficient)
+        if self.present[i]:
+            self.stale[i] = self.present[i] = 0
 
     def drop_gradients(self) -> None:
         self.table.drop_gradients()
@@ -104,6 +116,10 @@ class Cpu(Backend):
         self, accums: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool], scale: float
     ) -> None:
         _C.accumulate_lists(list(accums), list(grads), list(first), scale, torch.get_num_threads())
+
+    def scatter_rows(self, accum: Tensor, index: Tensor, grad: Tensor, skip: int | None) -> None:
+        index, grad = index.contiguous(), grad.contiguous()
+        _C.scatter_rows(accum, index.data_ptr(), grad, -1 if skip is None else skip, torch.get_num_threads())
 
     def adamw(self, rows: Rows) -> None:
         accums = [a if present else None for a, present in zip(rows.accums, rows.present)]

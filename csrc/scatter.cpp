@@ -1,0 +1,96 @@
+#include "scatter.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu_pool.h"
+
+namespace fa {
+namespace {
+
+constexpr int64_t kColumns = 512;  // a chunk's share of a row: also a single, frequent index is shared by threads
+constexpr int64_t kTokens = 64;    // a chunk's tokens, but for a longer run of one index
+
+struct Place {
+  int64_t row, token;
+  bool operator<(const Place& other) const { return row != other.row ? row < other.row : token < other.token; }
+};
+
+template <class T, class A, class G>
+struct Scatter {
+  A* accum;
+  const G* grad;
+  int64_t width, column_blocks;
+  const std::vector<Place>& places;    // sorted: equal rows are next to each other, tokens in their order
+  const std::vector<int64_t>& starts;  // of chunks of places; no row is in two chunks
+
+  void operator()(int64_t chunk) const {
+    const int64_t part = chunk / column_blocks;
+    const int64_t from = chunk % column_blocks * kColumns;
+    const int64_t n = std::min(kColumns, width - from);
+    T sum[kColumns];
+    for (int64_t i = starts[part]; i < starts[part + 1];) {
+      A* a = accum + places[i].row * width + from;
+      for (int64_t c = 0; c < n; ++c) sum[c] = load_as<T>(a[c]);
+      for (const int64_t row = places[i].row; i < starts[part + 1] && places[i].row == row; ++i) {
+        const G* g = grad + places[i].token * width + from;
+        for (int64_t c = 0; c < n; ++c) sum[c] += load_as<T>(g[c]);
+      }
+      for (int64_t c = 0; c < n; ++c) a[c] = Encode<A, T>::of(sum[c]);
+    }
+  }
+};
+
+template <class T, class A, class G>
+void run(void* accum, const void* grad, int64_t width, const std::vector<Place>& places,
+         const std::vector<int64_t>& starts, int threads) {
+  const int64_t column_blocks = (width + kColumns - 1) / kColumns;
+  Scatter<T, A, G> scatter{static_cast<A*>(accum), static_cast<const G*>(grad), width, column_blocks, places, starts};
+  parallel_chunks(
+      int64_t(starts.size() - 1) * column_blocks, threads,
+      [](void* context, int64_t chunk) { (*static_cast<Scatter<T, A, G>*>(context))(chunk); }, &scatter);
+}
+
+template <class F>
+void with_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::f32: return f(float());
+    case DType::bf16: return f(bf16());
+    case DType::f16: return f(f16());
+    case DType::f64: return f(double());
+  }
+}
+
+}  // namespace
+
+void cpu_scatter_rows(void* accum, DType accum_dtype, int64_t rows, const int64_t* index, const void* grad,
+                      DType grad_dtype, int64_t tokens, int64_t width, int64_t skip, int threads) {
+  std::vector<Place> places;
+  places.reserve(size_t(tokens));
+  for (int64_t t = 0; t < tokens; ++t) {
+    if (index[t] < 0 || index[t] >= rows) {
+      throw std::out_of_range("index " + std::to_string(index[t]) + " of token " + std::to_string(t) +
+                              " is outside the " + std::to_string(rows) + " rows");
+    }
+    if (index[t] != skip) places.push_back({index[t], t});
+  }
+  std::sort(places.begin(), places.end());
+  std::vector<int64_t> starts{0};
+  for (size_t i = 1; i < places.size(); ++i) {
+    if (places[i].row != places[i - 1].row && int64_t(i) - starts.back() >= kTokens) starts.push_back(int64_t(i));
+  }
+  if (places.empty() || width == 0) return;
+  starts.push_back(int64_t(places.size()));
+  with_type(accum_dtype, [&](auto a) {
+    with_type(grad_dtype, [&](auto g) {
+      using A = decltype(a);
+      using G = decltype(g);
+      using T = std::conditional_t<std::is_same_v<A, double>, double, float>;
+      run<T, A, G>(accum, grad, width, places, starts, threads);
+    });
+  });
+}
+
+}  // namespace fa

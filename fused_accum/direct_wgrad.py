@@ -1,0 +1,304 @@
+"""Weight gradients that are never a tensor of their own: layers whose backward adds them into the buffer.
+
+The forward of a covered layer runs a function that returns no gradient for the weight, but adds it to the buffer when
+its turn comes. The weight's hook still fires then, once all of its uses in the backward are done, as for any other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .direct_ops import add_product, add_row_sum
+from .slots import Slot
+
+if TYPE_CHECKING:
+    from .in_backward import InBackward
+
+LINK = "_fused_accum_direct"
+
+
+class Link:
+    """What a covered layer knows of the optimizer. A copy of the layer, or one from a pickle, is not covered."""
+
+    def __init__(self, session: InBackward) -> None:
+        self.session = weakref.ref(session)
+
+    def slot(self, weight: Tensor) -> Slot | None:
+        """The weight's, when its gradient is to be added directly."""
+        session = self.session()
+        if session is None or session.run() is None or not session.installed:
+            return None
+        slot = session.slots.get(id(weight))
+        hooked = slot is None or slot.param() is not weight or weight._backward_hooks or not weight.requires_grad
+        return None if hooked or not torch.is_grad_enabled() else slot
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+# -- the weight's part of a backward --------------------------------------------------------------------------
+
+
+def _wanted(ctx: Any, input: int, name: str) -> bool:
+    """Whether this backward is to add to the gradient of the given input, a leaf."""
+    if not ctx.needs_input_grad[input]:
+        return False
+    try:
+        wanted = torch._C._will_engine_execute_node(ctx.next_functions[input][0])
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"torch.autograd.grad() with respect to parameter {name}: its gradient goes straight into the optimizer's "
+            "buffer (direct_wgrad) and is never a tensor; remove() the handle first, or use backward()"
+        ) from error
+    if wanted and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"a backward with create_graph=True reached parameter {name}, whose gradient goes straight into the "
+            "optimizer's buffer (direct_wgrad) and has no graph; remove() the handle before double backward"
+        )
+    return wanted
+
+
+class _Direct(torch.autograd.Function):
+    """Base: ``ctx.link`` and the slots of the parameters."""
+
+    @staticmethod
+    def session(ctx: Any) -> InBackward:
+        session = ctx.link.session()
+        if session is None or session.run() is None or not session.installed:
+            raise RuntimeError(
+                "the optimizer or its direct_wgrad() handle is gone, but this backward is of a forward made before; "
+                "repeat the forward"
+            )
+        return session
+
+
+class DirectLinear(_Direct):
+    """y = x W^T + b, or x W + b where ``transposed`` (Conv1D). x (..., in), W (out, in) or (in, out), b (out)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, link: Link, transposed: bool, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.link, ctx.transposed = link, transposed
+        ctx.parameters = weakref.ref(weight), None if bias is None else weakref.ref(bias)
+        ctx.set_materialize_grads(False)
+        used = weight if dtype is None else weight.to(dtype)
+        ctx.save_for_backward(x, used)
+        offset = bias if bias is None or dtype is None else bias.to(dtype)
+        return F.linear(x, used.t() if transposed else used, offset)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        if g is None:
+            return (None,) * 6
+        session = _Direct.session(ctx)
+        x, used = ctx.saved_tensors
+        dx = db = None
+        if ctx.needs_input_grad[0]:
+            dx = g.matmul(used.t() if ctx.transposed else used)
+        tokens_out = g.reshape(-1, g.shape[-1])
+        weight, bias = (p and p() for p in ctx.parameters)
+        if ctx.needs_input_grad[1] and _wanted(ctx, 1, session.run().name_of(weight)):
+            tokens_in = x.reshape(-1, x.shape[-1])
+            slot = session.slots[id(weight)]
+            buffer, first = session.acquire(slot, weight)
+            pair = (tokens_in, tokens_out) if ctx.transposed else (tokens_out, tokens_in)
+            add_product(buffer, *pair, first)
+            session.added(slot, weight)
+        if ctx.needs_input_grad[2]:
+            slot = session.slots.get(id(bias))
+            if slot is None:
+                db = tokens_out.sum(0).to(bias.dtype)
+            elif _wanted(ctx, 2, session.run().name_of(bias)):
+                buffer, first = session.acquire(slot, bias)
+                add_row_sum(buffer, tokens_out, first)
+                session.added(slot, bias)
+        return dx, None, db, None, None, None
+
+
+class DirectEmbedding(_Direct):
+    """Rows of ``weight`` (rows, width) by ``index`` (any shape, integer)."""
+
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight: Tensor, padding: int | None, link: Link) -> Tensor:
+        ctx.link, ctx.padding, ctx.parameter = link, padding, weakref.ref(weight)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(index)
+        return F.embedding(index, weight, padding)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[None, ...]:
+        if g is None:
+            return (None,) * 4
+        session, weight = _Direct.session(ctx), ctx.parameter()
+        if _wanted(ctx, 1, session.run().name_of(weight)):
+            (index,) = ctx.saved_tensors
+            slot = session.slots[id(weight)]
+            buffer, first = session.acquire(slot, weight)
+            if first:
+                session.clear(weight)
+            backend = session.run().find(weight)[0].backend
+            backend.scatter_rows(buffer, index.reshape(-1).long(), g.reshape(-1, g.shape[-1]), ctx.padding)
+            session.added(slot, weight)
+        return (None,) * 4
+
+
+# -- the layers' forwards -----------------------------------------------------------------------------------------
+
+
+def _refuse_compile() -> None:
+    raise RuntimeError(
+        "torch.compile traced a layer under direct_wgrad(), whose weight gradient goes straight into the optimizer's "
+        "buffer, which a compiled graph cannot hold; compile without direct_wgrad(): accumulate_in_backward() works "
+        "with a compiled model"
+    )
+
+
+def _linear(module: nn.Module, x: Tensor, transposed: bool) -> Tensor | None:
+    if torch.compiler.is_compiling():
+        _refuse_compile()
+    link, weight = module.__dict__.get(LINK), module.weight
+    if link is None or link.slot(weight) is None:
+        return None
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    if dtype is not None and x.dtype != torch.float64:
+        x = x.to(dtype)
+    elif x.dtype == weight.dtype:
+        dtype = None
+    else:
+        return None  # torch's own error
+    return DirectLinear.apply(x, weight, module.bias, link, transposed, dtype)
+
+
+def _linear_forward() -> Any:
+    # Pickle finds a bound method by its name: a copy then has the class's own forward.
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        y = _linear(self, x, False)
+        return F.linear(x, self.weight, self.bias) if y is None else y
+
+    return forward
+
+
+def _conv1d_forward() -> Any:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        y = _linear(self, x, True)
+        return type(self).forward(self, x) if y is None else y
+
+    return forward
+
+
+def _embedding_forward() -> Any:
+    def forward(self: nn.Embedding, index: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            _refuse_compile()
+        link = self.__dict__.get(LINK)
+        if link is None or link.slot(self.weight) is None:
+            return F.embedding(index, self.weight, self.padding_idx)
+        return DirectEmbedding.apply(index, self.weight, self.padding_idx, link)
+
+    return forward
+
+
+FORWARDS = {"Linear": _linear_forward(), "Conv1D": _conv1d_forward(), "Embedding": _embedding_forward()}
+
+
+def _kind(module: nn.Module) -> str | None:
+    """Which forward a layer of exactly this class has."""
+    if type(module) is nn.Linear:
+        return "Linear"
+    if type(module) is nn.Embedding:
+        return "Embedding"
+    if (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        return "Conv1D"
+    return None
+
+
+def _why_not(module: nn.Module, slots: dict[int, Slot]) -> str | None:
+    """Why a layer stays ordinary; None where its weight can be direct."""
+    if _kind(module) is None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            why = "parametrized" if hasattr(module, "parametrizations") else f"a subclass, {type(module).__name__}"
+            return f"{why}: what its forward computes is not known"
+        return f"{type(module).__name__} has no direct form"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed, not a parameter (weight_norm?)"
+    if id(weight) not in slots:
+        return "its weight is not among the optimizer's parameters"
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name) for name in hooks) or weight._backward_hooks:
+        return "it or its weight has hooks, which may replace what it computes"
+    if len(weight._post_accumulate_grad_hooks or ()) > 1:
+        return "its weight has other hooks, which expect a gradient"
+    if "forward" in module.__dict__:
+        return "its forward was replaced"
+    if _kind(module) == "Embedding":
+        for option in ("sparse", "scale_grad_by_freq", "max_norm"):
+            if getattr(module, option):
+                return f"{option} is set"
+        if not weight.is_contiguous():
+            return "its weight is not contiguous"
+    elif not (weight.is_contiguous() or weight.t().is_contiguous()):
+        return "its weight is neither row- nor column-major"
+    return None
+
+
+class DirectHandle:
+    """What ``direct_wgrad`` returns; ``remove()`` undoes it, as does leaving ``with`` it.
+
+    Attributes:
+        direct: names of the parameters whose gradients go straight into the buffer.
+        ordinary: name of every other parameter of the model -> why (they accumulate in backward all the same).
+    """
+
+    def __init__(self, session: InBackward, model: nn.Module, owns: bool, check: bool) -> None:
+        self._session, self._owns = session, owns
+        self._modules: list[nn.Module] = []
+        self.direct: list[str] = []
+        self.ordinary: dict[str, str] = {}
+        covered: set[int] = set()
+        for path, module in model.named_modules():
+            why = _why_not(module, session.slots)
+            for name, p in module.named_parameters(prefix=path, recurse=False):
+                if why is not None:
+                    self.ordinary[name] = why
+                elif id(p) not in session.slots:
+                    self.ordinary[name] = "not among the optimizer's parameters"
+                else:
+                    self.direct.append(name)
+                    if id(p) not in covered:
+                        covered.add(id(p))
+                        session.direct.append(session.slots[id(p)])
+            if why is None:
+                self._modules.append(module)
+                module.__dict__[LINK] = Link(session)
+                module.__dict__["forward"] = FORWARDS[_kind(module)].__get__(module)
+        session.check_direct = check
+
+    def remove(self) -> None:
+        """Give the layers their own forwards back, and end what ``direct_wgrad`` began. Harmless a second time."""
+        for module in self._modules:
+            module.__dict__.pop("forward", None)
+            module.__dict__.pop(LINK, None)
+        self._modules.clear()
+        self._session.direct.clear()
+        if self._owns:
+            self._session.remove()
+
+    def __enter__(self) -> DirectHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()

@@ -1,0 +1,400 @@
+"""Accumulation by backward itself: p.grad is the authority, and the parameter's buffer is its storage.
+
+After the first micro-batch ``p.grad`` is the buffer under another name, so that autograd adds into it and whatever
+clips, unscales, logs or clears gradients works on what the step will use. A hook that finds any other gradient in
+its place, a fresh one or one that somebody put there, moves it into the buffer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .graph_tasks import GraphTasks, Task, current_task_id
+from .slots import RequiringGrad, Slot, accept_any_dtype, refuse_second_owner, remove_hooks, trains
+from .state import PARAMETER_DTYPES
+
+if TYPE_CHECKING:
+    from .buckets import Bucket
+    from .runtime import Runtime
+    from .step_in_backward import StepInBackward
+
+UNFINISHED = (
+    "a backward pass before this call did not finish (an exception, out of memory, an interrupt), so that p.grad holds "
+    "part of a micro-batch; call zero_grad() to drop the window, then repeat its micro-batches"
+)
+
+
+class InBackward:
+    """The hooks of one optimizer. Hooks hold this object, and it holds no parameter: no cycle, no leak.
+
+    ready: called with (slot, parameter) after every hook, when set. stepping: while inside step_in_backward(), which
+    finishing ends. installed: False once removed in mid-window,
+    until the window ends: p.grad stays the authority for it.
+    """
+
+    def __init__(self, run: Runtime) -> None:
+        self.run = weakref.ref(run)
+        self.tasks = GraphTasks(self._touched, self._finished)
+        self.slots: dict[int, Slot] = {}
+        self.window = self.backwards = 0
+        self.spoiled: Exception | None = None  # why the window cannot be stepped
+        self.edited: str | None = None  # the parameter whose undivided p.grad was changed
+        self.installed = True
+        self.ready: Callable[[Slot, Tensor], None] | None = None
+        self.stepping: StepInBackward | None = None
+        self.finishing = False
+        self.direct: list[Slot] = []  # of parameters that get their gradients directly
+        self.direct_backwards = 0  # how many backwards of this window had such gradients
+        self.check_direct = False
+        weakref.finalize(run, remove_hooks, self.slots).atexit = False
+
+    # -- hooks ----------------------------------------------------------------------------------------------
+
+    def cover(self, params: Iterable[Tensor]) -> None:
+        """Install hooks on exactly these parameters. Raises for one that another optimizer's hooks own."""
+        members = {id(p): p for p in params}
+        for key, slot in list(self.slots.items()):
+            if key not in members or slot.param() is not members[key]:
+                self._uncover(self.slots.pop(key))
+        run = self.run()
+        bare = [p for key, p in members.items() if key not in self.slots or self.slots[key].handle is None]
+        for p in bare:
+            refuse_second_owner(run.name_of(p), p, self)
+        for p in bare:
+            slot = self.slots.setdefault(id(p), Slot(p))
+            hook = self._hook(slot)
+            hook.owner = weakref.ref(self)
+            with RequiringGrad(p):
+                slot.handle = p.register_post_accumulate_grad_hook(hook)
+            if p.dtype != run.options.accum_dtype_for(p) and p.grad is None:
+                accept_any_dtype(slot, p)
+
+    def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
+        tasks, session = self.tasks, self
+
+        def hook(p: Tensor) -> None:
+            if current_task_id() != tasks.current:
+                tasks.touch()
+            g = p.grad
+            if g is not None:
+                try:
+                    at = g.data_ptr()
+                except RuntimeError:  # no storage (sparse): refused there, by name
+                    at = None
+                if at != slot.ptr:
+                    session.adopt(slot, p)
+            if session.stepping is not None:
+                session.stepping.update(slot, p)
+            elif session.ready is not None:
+                session.ready(slot, p)
+
+        return hook
+
+    def remove(self) -> None:
+        """Take all hooks out. A window that p.grad holds can still be stepped."""
+        self.installed = False
+        remove_hooks(self.slots)
+        self.end_removed()
+
+    def end_removed(self) -> None:
+        """Once the window of removed hooks is over: put back what the parameters had."""
+        run = self.run()
+        if self.installed or any(p.grad is not None for p in self.params()):
+            return
+        for slot in self.slots.values():
+            self._uncover(slot)
+        self.slots.clear()
+        if run.backward is self:
+            run.backward = None
+            run.window.clear()
+
+    def _uncover(self, slot: Slot) -> None:
+        remove_hooks({0: slot})
+        p = slot.param()
+        if p is not None and slot.grad_dtype is not None and (p.grad is None or p.grad.dtype == slot.grad_dtype):
+            p.grad_dtype = slot.grad_dtype
+
+    # -- the buffer as p.grad -------------------------------------------------------------------------------
+
+    def adopt(self, slot: Slot, p: Tensor) -> None:
+        """Move the gradient that autograd left in p.grad into the buffer, and the buffer into p.grad."""
+        run = self.run()
+        if run is None or self.stepping is not None:
+            return
+        self.move(slot, *run.find(p))
+
+    def move(self, slot: Slot, bucket: Bucket, row: int) -> None:
+        p, run = bucket.params[row], self.run()
+        g = p.grad
+        self.check(bucket, row)
+        if run.window.weighted and slot.window == self.window and g._version > 0:
+            self.edited = run.name_of(p)  # something was put there, and added to since: not a new gradient
+        with torch.no_grad():
+            buffer = self.buffer(slot, bucket, row)
+            buffer.copy_(g)
+            self.expose(slot, bucket, row)
+
+    @staticmethod
+    def check(bucket: Bucket, row: int) -> None:
+        """Raise, by name, for a p.grad that cannot be added to a buffer."""
+        p = bucket.params[row]
+        checks.check_parameter(bucket.name_of(p), p)
+        checks.check_gradient(bucket.name_of(p), p, p.grad)
+
+    def acquire(self, slot: Slot, p: Tensor) -> tuple[Tensor, bool]:
+        """The buffer for something to be added to it in this backward, and whether it is the first contribution: the
+        buffer is then to be overwritten, and ``expose`` to be called."""
+        if current_task_id() != self.tasks.current:
+            self.tasks.touch()
+        bucket, row = self.run().find(p)
+        g = p.grad
+        if g is not None and self.ready is not None and g._version != slot.version:
+            self.edited = self.run().name_of(p)
+        if g is not None and (self.stepping is not None or g.data_ptr() != slot.ptr):
+            if not bucket.is_buffer(row, g):
+                self.move(slot, bucket, row)
+        elif g is None and self.stepping is not None and bucket.present[row]:  # the earlier micro-batches
+            return bucket.accums[row], False
+        elif g is None:
+            return self.buffer(slot, bucket, row), True
+        return bucket.accums[row], False
+
+    def added(self, slot: Slot, p: Tensor) -> None:
+        """After ``acquire`` and the addition: p.grad is the buffer."""
+        self.tasks.running[self.tasks.current].direct = True
+        slot.contributions += 1
+        if p.grad is None:
+            self.expose(slot, *self.run().find(p))
+            slot.contributions = 1
+
+    def clear(self, p: Tensor) -> None:
+        """Make a buffer that is to be overwritten read zero, if it does not."""
+        bucket, row = self.run().find(p)
+        if bucket.stale[row]:
+            bucket.accums[row].zero_()
+
+    def buffer(self, slot: Slot, bucket: Bucket, row: int) -> Tensor:
+        """The parameter's buffer, to be written from scratch; a new one while somebody still holds the contents
+        of the old one (as ``g = p.grad; p.grad = None``), or after a cast."""
+        p, accum = bucket.params[row], bucket.accums[row]
+        if accum is not None:
+            held = slot.view() if slot.window == self.window else None
+            cast = accum.shape != p.shape or PARAMETER_DTYPES[bucket.dtypes[row]] != p.dtype
+            if cast or (held is not None and held is not p.grad):
+                bucket.accums[row] = None
+                bucket.allocate([row])
+        else:  # all at once: they then lie in few slabs
+            bucket.allocate([i for i, q in enumerate(bucket.params) if bucket.accums[i] is None and trains(q)])
+        return bucket.accums[row]
+
+    def expose(self, slot: Slot, bucket: Bucket, row: int, again: bool = False) -> None:
+        """Set p.grad to the buffer, which now holds the window's sum; ``again`` where we took it out ourselves."""
+        p = bucket.params[row]
+        view = bucket.accums[row].data  # with a version counter of its own
+        if slot.window == self.window and not again:  # it had been set in this window already: somebody discarded or replaced it
+            self.tasks.touch().replaced = True
+        if view.dtype != p.dtype and p.grad_dtype is not None:
+            p.grad = None
+            accept_any_dtype(slot, p)
+        p.grad = view
+        bucket.stale[row] = 1
+        slot.ptr, slot.view = view.data_ptr(), weakref.ref(view)
+        slot.window, slot.version = self.window, view._version
+        slot.backward = self.backwards
+
+    def publish(self) -> None:
+        """Hand a window that the buffers hold (restored from a checkpoint) over to p.grad."""
+        run = self.run()
+        for bucket in run.built():
+            for row, present in enumerate(bucket.present):
+                slot = self.slots.get(id(bucket.params[row]))
+                if present and slot is not None:
+                    slot.window = -1
+                    self.expose(slot, bucket, row)
+                    bucket.present[row] = 0
+
+    # -- the window -----------------------------------------------------------------------------------------
+
+    def params(self) -> Iterator[Tensor]:
+        for bucket in self.run().built():
+            yield from bucket.params
+
+    def sums(self) -> list[tuple[Tensor, Tensor]]:
+        """(parameter, gradient) of every parameter with a contribution: what a step would use."""
+        return [(p, p.grad) for p in self.params() if p.grad is not None]
+
+    def settle(self) -> None:
+        """When nothing is left of the window, because all p.grad were set to None, close its books."""
+        if self.stepping is not None or not self.run().window.microbatches:
+            return
+        if any(p.grad is not None for p in self.params()):
+            return
+        if any(slot.window == self.window for slot in self.slots.values()):  # else its weights are 0, and that counts
+            self.close()
+
+    def close(self) -> None:
+        """The window's books start again; p.grad is left alone."""
+        self.run().window.clear()
+        self.spoiled = self.edited = None
+        self.ready = None
+        self.direct_backwards = 0
+
+    def discarded(self) -> None:
+        """p.grad was cleared by the optimizer itself: whatever happened to it is over."""
+        self.tasks.forget_failures()
+        self.close()
+        self.end_removed()
+
+    def stepped(self) -> None:
+        """The window was consumed: what p.grad was set to in it reads zero from now on."""
+        self.window += 1
+        self.close()
+        self.end_removed()
+
+    def refuse_step(self) -> None:
+        """Raise RuntimeError unless p.grad holds whole micro-batches."""
+        if self.finishing:
+            return
+        self.refuse_unfinished()
+        self.settle()
+        self.refuse_wrong_counts()
+        if self.run().window.weighted:
+            self.audit()
+            if self.edited is not None:
+                raise RuntimeError(
+                    f"p.grad of parameter {self.edited} was changed after its backward, while scale_loss() has recorded "
+                    "weights: it holds the sum not yet divided by them, which step() does, so that clipping or scaling "
+                    "it acts on another gradient than meant; clip inside the step with max_grad_norm, or leave the "
+                    "weights out and divide the loss yourself. zero_grad() drops the window"
+                )
+
+    def refuse_wrong_counts(self) -> None:
+        """The self-check of direct_wgrad: every backward adds the same number of times to a parameter."""
+        count = self.direct_backwards
+        for slot in self.direct if self.check_direct and count else ():
+            if slot.window == self.window and slot.contributions % count:
+                raise RuntimeError(
+                    f"parameter {self.run().name_of(slot.param())} got {slot.contributions} direct contributions in "
+                    f"{count} backwards, which is not the same number in each; zero_grad() drops the window"
+                )
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def expect(self, weight: float | None) -> None:
+        """A loss is being given a weight, or none: raises ValueError where the open window has it otherwise."""
+        self.settle()
+        window = self.run().window
+        window.refuse_mixing(weight)
+        if weight is not None:
+            if window.weighted:
+                self.audit()
+            self.ready = self._note_version
+
+    def record(self, scale: float, weight: float | None) -> None:
+        """The running backward is that of a scaled loss; it counts once it has finished."""
+        task = self.tasks.enter()
+        if weight is None:
+            task.scale = scale
+        else:
+            task.weight = (task.weight or 0.0) + weight
+
+    def _note_version(self, slot: Slot, p: Tensor) -> None:
+        """After a hook, while weights are recorded: autograd's addition raises the version by one."""
+        if p.grad is not None:
+            version = p.grad._version
+            if version > slot.version + 1:
+                self.edited = self.run().name_of(p)
+            slot.version = version
+
+    def audit(self) -> None:
+        """Note whether a p.grad has been changed since the last hook."""
+        for slot in self.slots.values():
+            p = slot.param()
+            if p is not None and p.grad is not None:
+                own = self.holds(slot) and p.grad.data_ptr() == slot.ptr and p.grad._version == slot.version
+                if not own:
+                    self.edited = self.run().name_of(p)
+
+    def drop(self) -> None:
+        """Set every p.grad of an open window to None."""
+        if self.run().window.microbatches or self.tasks.unfinished():
+            for p in self.params():
+                p.grad = None
+        self.discarded()
+
+    def refuse_unfinished(self) -> None:
+        """Raise RuntimeError while p.grad holds a part of a micro-batch."""
+        if self.spoiled is not None:
+            self.settle()
+            if self.spoiled is not None:
+                raise self.spoiled
+        if not self.tasks.unfinished():
+            return
+        if any(p.grad is not None for p in self.params()):
+            raise RuntimeError(UNFINISHED)
+        self.tasks.forget_failures()
+        self.close()
+
+    def _touched(self, task: Task) -> None:
+        """Before anything of a new backward is counted in."""
+        run = self.run()
+        if run is None:
+            return
+        run.refuse_half_applied("backward")
+        run.stepped_in_backward = False
+        if len(self.tasks.running) > 1 and self.tasks.unfinished():
+            # Discarded in between, if all that is there now was put there by this backward.
+            if any(self.holds(slot) for slot in self.slots.values()):
+                raise RuntimeError(UNFINISHED)
+            self.tasks.forget_failures()
+            self.close()
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether p.grad still is what a hook of this window set it to."""
+        p = slot.param()
+        return slot.window == self.window and p is not None and p.grad is not None and p.grad is slot.view()
+
+    def _finished(self, task: Task) -> None:
+        run = self.run()
+        if run is None:
+            return
+        if self.stepping is None and task.replaced and self.edited is None and not any(slot.backward != self.backwards and self.holds(slot) for slot in self.slots.values()):
+            self.close()  # nothing of the earlier micro-batches is left
+        self.backwards += 1
+        self.direct_backwards += task.direct
+        window = run.window
+        if window.microbatches and window.weighted != (task.weight is not None):
+            try:
+                window.refuse_mixing(task.weight)
+            except ValueError as error:
+                self.spoiled = error
+                raise
+        if task.weight is not None:
+            window.add(1.0, task.weight)
+        elif task.scale is not None:
+            window.add(task.scale, None)
+        else:
+            window.count()
+
+
+class Handle:
+    """What ``accumulate_in_backward`` returns: ``remove()`` takes the hooks out; so does leaving ``with`` it."""
+
+    def __init__(self, session: InBackward) -> None:
+        self._session = session
+
+    def remove(self) -> None:
+        """Take the hooks out; p.grad, where it holds an open window, is still stepped. Calling it again is harmless."""
+        self._session.remove()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()

@@ -1,0 +1,136 @@
+"""The buffers as ``p.main_grad``, for layers that add their weight gradients themselves.
+
+The protocol of Megatron-Core (core/tensor_parallel/layers.py, core/distributed) and TransformerEngine: a layer's
+backward does ``p.main_grad += dY^T X``. It then returns no gradient for p; or, where p has the attribute
+``grad_added_to_main_grad``, sets that and returns a dummy, uninitialized but for ``p.zero_out_wgrad`` (a weight that
+another layer uses too: zeros then).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .graph_tasks import current_task_id
+from .in_backward import InBackward
+from .slots import Slot, trains
+
+if TYPE_CHECKING:
+    from .buckets import Bucket
+    from .runtime import Runtime
+
+
+class MainGrad(InBackward):
+    """An InBackward whose buffers are written by others too, at any time in a backward: they must be clean then."""
+
+    def __init__(self, run: Runtime) -> None:
+        super().__init__(run)
+        self.guards: list[Any] = []
+
+    def cover(self, params: Iterable[Tensor]) -> None:
+        params = list(params)
+        super().cover(params)
+        for bucket in self.run().built():
+            bucket.allocate([i for i, p in enumerate(bucket.params) if bucket.accums[i] is None and trains(p)])
+            for row, p in enumerate(bucket.params):
+                accum = bucket.accums[row]
+                if accum is None or getattr(p, "main_grad", None) is not None:
+                    continue
+                if not accum.is_contiguous():
+                    raise RuntimeError(
+                        f"parameter {bucket.name_of(p)} is not contiguous, which main_grad must be; make it "
+                        "p.data.contiguous() first"
+                    )
+                self._clear(bucket, row)
+                p.main_grad = accum.data
+                self.guards.append(p.register_hook(self._guard(self.slots[id(p)])))
+
+    def _guard(self, slot: Slot) -> Callable[[Tensor | None], None]:
+        """Runs before autograd adds: a dummy must not be added to the buffer that p.grad is."""
+        session = self
+
+        def guard(_: Tensor | None) -> None:
+            p = slot.param()
+            if session.stepping is not None:
+                return
+            if slot.window == session.window and not session.holds(slot):
+                raise RuntimeError(
+                    f"p.grad of parameter {session.run().name_of(p)} was cleared or replaced, which its main_grad, "
+                    "added to by its layer, does not know; discard with optimizer.zero_grad()"
+                )
+            if _added(p) and not getattr(p, "zero_out_wgrad", False):
+                p.grad = None
+
+        return guard
+
+    def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
+        tasks, session = self.tasks, self
+
+        def hook(p: Tensor) -> None:
+            run = session.run()
+            if run is None or getattr(p, "main_grad", None) is None:
+                return
+            if current_task_id() != tasks.current:
+                tasks.touch()
+            bucket, row = run.find(p)
+            if _added(p):
+                p.grad_added_to_main_grad = False
+                if not getattr(p, "zero_out_wgrad", False):
+                    p.grad = None
+            g = p.grad
+            if session.stepping is not None:
+                bucket.present[row] = 1  # whoever added to it
+                session.stepping.update(slot, p)
+                return
+            if g is not None and not bucket.is_buffer(row, g):
+                session.add(slot, bucket, row)
+            elif g is None:
+                session.expose(slot, bucket, row, again=True)
+            if session.ready is not None:
+                session.ready(slot, p)
+
+        return hook
+
+    def add(self, slot: Slot, bucket: Bucket, row: int) -> None:
+        """An ordinary gradient, on top of what layers may have added in this backward."""
+        p = bucket.params[row]
+        self.check(bucket, row)
+        bucket.accums[row].add_(p.grad)
+        self.expose(slot, bucket, row)
+
+    def stepped(self) -> None:
+        self._clear_all()
+        super().stepped()
+
+    def discarded(self) -> None:
+        self._clear_all()
+        self.window += 1  # main_grad is empty: what p.grad was is of no interest
+        super().discarded()
+
+    def remove(self) -> None:
+        for guard in self.guards:
+            guard.remove()
+        self.guards.clear()
+        for p in self.params():
+            if getattr(p, "main_grad", None) is not None:
+                del p.main_grad
+        super().remove()
+
+    def _clear_all(self) -> None:
+        """What was discarded rather than stepped: layers add to what is there."""
+        for bucket in self.run().built():
+            for row, p in enumerate(bucket.params):
+                if bucket.accums[row] is not None and (p.grad is None or not bucket.is_buffer(row, p.grad)):
+                    self._clear(bucket, row)
+
+    @staticmethod
+    def _clear(bucket: Bucket, row: int) -> None:
+        if bucket.stale[row]:
+            bucket.accums[row].zero_()
+            bucket.stale[row] = 0
+
+
+def _added(p: Tensor) -> bool:
+    return getattr(p, "grad_added_to_main_grad", False)

@@ -1,0 +1,151 @@
+"""The two ways through a window: one more micro-batch, and its end.
+
+The end is a pipeline: collect (explicit, or from p.grad) -> coefficient -> update -> clear. What needs the whole sum
+before any update (a norm, a reduction over ranks) belongs between collect and coefficient.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .buckets import Bucket
+from .state import Hyper
+from .window import host_number
+
+if TYPE_CHECKING:
+    from .optimizer import FusedAccumAdamW
+
+
+def host_factors(scale: Any, weight: Any) -> tuple[float, float | None]:
+    return host_number("scale", scale), None if weight is None else host_number("weight", weight)
+
+
+def _factor(scale: float, weight: float | None) -> float:
+    return scale if weight is None else scale * weight
+
+
+def _release(buckets: list[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.release()
+
+
+def take_microbatch(opt: FusedAccumAdamW, scale: float, weight: float | None) -> None:
+    """Add the gradients in ``p.grad`` to the open window, or only count them where their factor is zero.
+
+    While accumulating in backward they are there already.
+    """
+    run = opt._run
+    run.refuse_missing_hooks("accumulate")
+    run.stepped_in_backward = False
+    if run.backward is not None:
+        _refuse_factors("accumulate", scale, weight)
+        run.backward.refuse_unfinished()
+        return
+    factor = _factor(scale, weight)
+    buckets, found = run.collect(opt.param_groups, buffers=factor != 0)
+    try:
+        if not found:
+            return
+        run.window.refuse_mixing(weight)
+        # Counted before the kernels run: an interrupt during them is raised right after, never between.
+        run.window.add(scale, weight)
+        for bucket in buckets:
+            if factor != 0:
+                bucket.accumulate(factor)
+            else:
+                bucket.drop_gradients()
+    finally:
+        _release(buckets)
+
+
+def end_window(opt: FusedAccumAdamW, scale: float, weight: float | None) -> str | None:
+    """The pipeline of a step. Returns what to warn of."""
+    run = opt._run
+    run.refuse_missing_hooks("step")
+    inverse_grad_scale, found_inf = _amp_factors(opt)
+    run.stepped_in_backward = False
+    if run.backward is not None:
+        _refuse_factors("step", scale, weight)
+        run.backward.refuse_step()
+    elif _factor(scale, weight) == 0:
+        take_microbatch(opt, scale, weight)
+    buckets, found = run.collect(opt.param_groups, buffers=False)
+    try:
+        if run.backward is None and found:
+            run.window.refuse_mixing(weight)
+        total = run.window.total_weight(weight if found else None)
+        if found_inf or (total == 0 and run.window.microbatches):
+            return _abandon_window(opt, buckets, found_inf)
+        hypers = [Hyper.of(group) for group in opt.param_groups]
+        for bucket in buckets:
+            bucket.prepare(opt.state, opt.param_groups, hypers)
+        if run.backward is None and found:
+            run.window.add(scale, weight)
+        message = run.window.close()
+        coefficient = (1.0 if total is None else 1.0 / total) * inverse_grad_scale
+        for bucket in buckets:
+            bucket.step(opt.state, hypers, _factor(scale, weight), coefficient)
+        if run.backward is not None:
+            run.backward.stepped()
+        return message
+    finally:
+        _release(buckets)
+
+
+def discard_window(opt: FusedAccumAdamW) -> int:
+    """Drop the open window; returns how many explicit micro-batches that cost."""
+    run = opt._run
+    dropped = 0 if run.backward is not None else run.window.microbatches
+    run.discard()
+    return dropped
+
+
+def _abandon_window(opt: FusedAccumAdamW, buckets: list[Bucket], found_inf: bool) -> str | None:
+    """End the window without an update: GradScaler found an inf, or there is nothing to divide by."""
+    run = opt._run
+    for bucket in buckets:
+        bucket.drop_gradients()
+    count = run.window.microbatches
+    run.discard()
+    if run.backward is not None:
+        run.backward.discarded()
+    if found_inf:
+        return None
+    return (
+        f"the weights of this window's {count} micro-batch(es) add up to 0: there is nothing to average, so "
+        "no parameter was updated and the window is closed"
+    )
+
+
+def _refuse_factors(call: str, scale: float, weight: float | None) -> None:
+    if scale != 1.0 or weight is not None:
+        given = f"scale={scale:g}" if weight is None else f"weight={weight:g}"
+        raise ValueError(
+            f"{call}({given}) while accumulating in backward: the gradients are in p.grad already; give the factor "
+            f"to the loss instead: optimizer.scale_loss(loss, {given}).backward()"
+        )
+
+
+def _amp_factors(opt: FusedAccumAdamW) -> tuple[float, bool]:
+    """(1 / grad_scale, found_inf) as GradScaler has set them on the optimizer; it deletes them itself."""
+    if not hasattr(opt, "found_inf"):
+        return 1.0, False
+    run = opt._run
+    if run.stepped_in_backward:
+        del opt.found_inf, opt.grad_scale
+        run.half_applied = "GradScaler's scaled gradients were used as they were"
+        raise RuntimeError(
+            "GradScaler.step() after step_in_backward(): the update is done, with gradients that the scaler could "
+            "neither inspect nor unscale; use step() with a scaler, or bfloat16 autocast, which needs none. "
+            "Parameters and optimizer must be loaded from a checkpoint"
+        )
+    if run.backward is None and run.window.microbatches:
+        del opt.found_inf, opt.grad_scale
+        raise RuntimeError(
+            f"GradScaler.step() with {run.window.microbatches} explicit micro-batch(es) pending: the scaler inspects "
+            "and unscales only p.grad, not the buffer, so the update would be wrong. Accumulate into p.grad instead "
+            "(accumulate_in_backward(), or plain backward() calls without accumulate()), or use bfloat16 autocast, "
+            "which needs no scaler"
+        )
+    inverse = 1.0 if opt.grad_scale is None else 1.0 / float(opt.grad_scale)
+    return inverse, float(opt.found_inf) != 0

@@ -1,0 +1,37 @@
+"""Scales and token weights for backwards that accumulate by themselves: factors of the loss, books on its backward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .in_backward import InBackward
+
+
+class ScaleLoss(torch.autograd.Function):
+    """``factor * loss``, whose backward tells the session what it is weighted with, first of all its nodes."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, session: weakref.ref, scale: float, weight: float | None) -> Tensor:
+        ctx.session, ctx.scale, ctx.weight = session, scale, weight
+        ctx.factor = scale if weight is None else scale * weight
+        ctx.set_materialize_grads(False)
+        return loss * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        session: InBackward | None = ctx.session()
+        if session is not None:
+            session.record(ctx.scale, ctx.weight)
+        # Of a factor of 0 no gradient at all goes down, so that none can turn 0 into NaN.
+        return (None if grad is None or ctx.factor == 0 else grad * ctx.factor), None, None, None
+
+
+def scale_loss(session: InBackward, loss: Tensor, scale: float, weight: float | None) -> Tensor:
+    """``scale * weight * loss``; see ``FusedAccumAdamW.scale_loss``."""
+    session.expect(weight)
+    return ScaleLoss.apply(loss, weakref.ref(session), scale, weight)

@@ -1,0 +1,110 @@
+"""The update inside the last micro-batch's backward: each parameter as soon as its gradient is complete.
+
+The sums of the earlier micro-batches leave p.grad for the time being, so that autograd hands over the last gradient
+as it is, and one kernel adds it, updates, and zeroes the buffer: the last step of the explicit path, row by row.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .buckets import BY_GRAD
+from .graph_tasks import Task
+from .in_backward import InBackward, Slot
+from .state import Hyper
+
+if TYPE_CHECKING:
+    from .optimizer import FusedAccumAdamW
+
+REENTRANT = (
+    "reentrant checkpointing runs a backward inside the backward, so that a parameter's gradient may not be complete "
+    "when its hook runs; use checkpoint(..., use_reentrant=False), or step() after the backward"
+)
+
+
+class StepInBackward:
+    """The context manager that ``FusedAccumAdamW.step_in_backward`` returns; good for one window."""
+
+    def __init__(self, opt: FusedAccumAdamW) -> None:
+        self.opt, self.run = opt, opt._run
+        self.session: InBackward | None = None
+        self.task: Task | None = None  # the backward that updates
+        self.weight: float | None = None  # that the window had when the first parameter was updated
+        self.coefficient: float | None = None  # None: nothing to divide by, so no update
+        self.done: set[int] = set()
+
+    def __enter__(self) -> None:
+        run = self.run
+        with run.exclusive("step_in_backward"):
+            run.refuse_missing_hooks("step_in_backward")
+            installed = run.backward is not None
+            if installed:
+                run.backward.refuse_step()
+                if run.backward.tasks.ever_nested:
+                    raise RuntimeError(f"step_in_backward(): {REENTRANT}")
+            hypers = [Hyper.of(group) for group in self.opt.param_groups]
+            buckets, _ = run.collect(self.opt.param_groups, buffers=False)
+            try:
+                for bucket in buckets:
+                    bucket.prepare(self.opt.state, self.opt.param_groups, hypers)
+            finally:
+                for bucket in buckets:
+                    bucket.release()
+            session = run.backward or run.start_backward(self.opt.param_groups, explicit=True)
+            for bucket in buckets:
+                bucket.hypers = hypers
+                for p, present in zip(bucket.params, bucket.present):
+                    if present == BY_GRAD:
+                        p.grad = None
+                bucket.present[:] = bucket.present.replace(bytes([BY_GRAD]), b"\x01")
+            self.session, self.temporary = session, not installed
+            session.stepping = self
+            session.ready = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.session.stepping = None
+        if error is not None:
+            self.run.half_applied = f"{kind.__name__}: {error}"
+        else:
+            self.session.finishing = True
+            try:
+                self.opt.step()  # what had no gradient in the last micro-batch; the books; hooks and schedulers
+            finally:
+                self.session.finishing = False
+            self.run.stepped_in_backward = True
+        if self.temporary:
+            self.session.remove()
+
+    def update(self, slot: Slot, p: Tensor) -> None:
+        """Called by the parameter's hook, when its gradient is complete."""
+        task = self.session.tasks.enter()
+        if task.nested:
+            raise RuntimeError(f"step_in_backward(): {REENTRANT}")
+        if self.task is None:
+            self._begin(task)
+        if task is not self.task or id(p) in self.done:
+            raise RuntimeError(
+                f"step_in_backward(): parameter {self.run.name_of(p)} got a gradient from a second backward; it holds "
+                "one, that of the window's last micro-batch: put the others before it"
+            )
+        if self._total(task) != self.weight:
+            raise RuntimeError(
+                "step_in_backward(): a second scale_loss() in this backward added weight after parameters had been "
+                "updated; scale the sum of the losses once"
+            )
+        self.done.add(id(p))
+        bucket, row = self.run.find(p)
+        if self.coefficient is not None and (p.grad is not None or bucket.present[row]):
+            bucket.step_row(row, self.opt.state, self.opt.param_groups, self.coefficient)
+
+    def _begin(self, task: Task) -> None:
+        self.run.window.refuse_mixing(task.weight)
+        self.task, self.weight = task, self._total(task)
+        if self.weight != 0:
+            self.coefficient = 1.0 if self.weight is None else 1.0 / self.weight
+
+    def _total(self, task: Task) -> float | None:
+        return self.run.window.total_weight(task.weight)
