@@ -24,7 +24,7 @@ OUT_OF_BOUNDS = ("out-of-bounds", "shared-out-of-bounds")
 def planted(tmp_path_factory):
     target = tmp_path_factory.mktemp("planted") / "planted"
     sources = [cuda_emulated.NATIVE / "planted.cpp", *cuda_emulated.EMULATION]
-    return cuda_emulated.build(target, sources, ("-O1", *cuda_emulated.SANITIZERS))
+    return cuda_emulated.build(target, sources, cuda_emulated.SANITIZERS)
 
 
 def run(program, *arguments):

@@ -71,6 +71,10 @@ def interpret(*arguments: str) -> None:
 
 
 def test_bits_in_the_interpreter_are_those_of_the_cpu():
+    interpret("test_bits.py")
+
+
+def test_indices_in_the_interpreter():
     interpret("triton_interpreted.py")
 
 

@@ -85,6 +85,8 @@ void launch(void (*kernel)(P), unsigned grid, unsigned block, cudaStream_t strea
   launch(typeid(P), Launch{grid, block, stream, sizeof parameter, call, &context});
 }
 
+extern bool steps_on_device;  // see cuda_emulation_control.h
+
 // The running block's memory for the declaration that `tag` stands for, filled with 0xaa when first asked for.
 void* shared(const void* tag, size_t bytes);
 

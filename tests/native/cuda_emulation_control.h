@@ -14,8 +14,11 @@ FA_EMULATION_API int fa_emulation_device();
 FA_EMULATION_API void fa_emulation_set_device(int device);
 FA_EMULATION_API uint64_t fa_emulation_stream(int device);  // a new one, as a cudaStream_t
 
-// What was launched since the last call, a line each: type of the kernel's parameter, device, number of the stream (0: the device's default,
-// then as fa_emulation_stream made them), grid, block; separated by tabs.
+// Whether counts of updates are treated as if they were on the device, although they are CPU tensors as all others.
+FA_EMULATION_API void fa_emulation_steps_on_device(int on);
+
+// What was launched since the last call, a line each: type of the kernel's parameter, device, number of the stream
+// (0: the device's default, then as fa_emulation_stream made them), grid, block; separated by tabs.
 FA_EMULATION_API const char* fa_emulation_log();
 
 // `call` ("cudaSetDevice", "launch", ...) returns `error` the next time but `after`, and does nothing then.

@@ -15,6 +15,9 @@ struct CUstream_st {
 };
 
 namespace cuda_emulation {
+
+bool steps_on_device = false;
+
 namespace {
 
 struct Runtime {
@@ -167,6 +170,7 @@ uint64_t fa_emulation_stream(int device) {
   return reinterpret_cast<uint64_t>(stream);
 }
 
+void fa_emulation_steps_on_device(int on) { cuda_emulation::steps_on_device = on != 0; }
 int fa_emulation_device() { return current_device; }
 void fa_emulation_set_device(int device) { current_device = device; }
 void fa_emulation_device_count(int count) { runtime.devices = count; }
