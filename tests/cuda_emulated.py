@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -153,5 +154,9 @@ def install(module: Path) -> None:
     spec.loader.exec_module(sys.modules[spec.name])
 
 
-if VARIABLE in os.environ:
+if VARIABLE in os.environ and "fused_accum._C_cuda" not in sys.modules:
     install(Path(os.environ[VARIABLE]))
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

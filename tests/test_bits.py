@@ -7,19 +7,14 @@ kernels on an emulator (test_cuda_emulated.py).
 import pytest
 import torch
 from cases import DTYPES, GRADIENT_LAYOUTS, HYPER, LAYOUT_SHAPE, PARAMETER_LAYOUTS
-from conftest import WORKING
+from conftest import KERNEL_PAIRS
 from harness import give, in_layout, parameter, params_of, values
 from oracle import same_bits
 
 from fused_accum import FusedAccumAdamW
 from fused_accum.backends import registry
 
-PAIRS = [
-    pytest.param(pair, id="-".join(dict.fromkeys(pair)), marks=[pytest.mark.gpu] if pair[1] == "cuda" else [])
-    for pair in WORKING
-    if pair[0] not in ("cpu", "reference")
-]
-pytestmark = pytest.mark.parametrize("on", PAIRS)
+pytestmark = pytest.mark.parametrize("on", KERNEL_PAIRS)
 
 # Degenerate; below, on and above a block of Triton's (1024; 512 for float64) and of CUDA's (4096); several blocks.
 SHAPES = [(0,), (), (1,), (7,), (13, 17), (512,), (1023,), (1024,), (1025,), (3000,), (4095,), (4096,), (4097,),

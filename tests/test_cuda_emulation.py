@@ -50,7 +50,8 @@ def test_races_are_caught_in_every_order(planted, name):
     code, lines, errors = run(planted, name, "races")
     assert code == 0, errors
     assert len(lines) == ORDERS
-    assert all(line.startswith("race in a kernel of fa::(anonymous namespace)::Job: memory at 0x") for line in lines), lines[0]
+    words = "race in a kernel of fa::(anonymous namespace)::Job: memory at 0x"
+    assert all(line.startswith(words) for line in lines), lines[0]
 
 
 def test_a_missing_barrier_gives_wrong_results_in_some_order(planted):
