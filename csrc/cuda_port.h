@@ -1,9 +1,9 @@
 // The contract between the CUDA sources and what runs them: nvcc, or, with FA_CUDA_EMULATION, the emulator in
-// tests/native/cuda_emulation.h, which runs the same cuda_kernels.cu and cuda_launch.cpp on the CPU and checks them.
+// tests/native/cuda_emulation.h, which runs the same cuda_*.cu and cuda_launch.cpp on the CPU and checks them.
 //
 // Both sides give exactly this:
 //
-// In kernels (cuda_kernels.cu), besides plain C++:
+// In kernels (cuda_*.cu), besides plain C++:
 //   __global__ __device__ __forceinline__ __launch_bounds__(threads, blocks) __grid_constant__
 //   threadIdx.x, blockIdx.x (grids and blocks have one dimension; all block sizes are multiples of 32)
 //   __syncthreads()
@@ -14,7 +14,7 @@
 //   shared_load(const V*), shared_store(V*, V)   the only accesses to FA_SHARED arrays; same V
 // A kernel has one parameter, `const __grid_constant__ Struct`, of at most 32764 bytes, passed by value.
 //
-// On the host (cuda_launch.cpp, cuda_kernels.cu, cuda_check.h):
+// On the host (cuda_launch.cpp, cuda_*.cu, cuda_check.h):
 //   FA_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)
 //       kernel is a function pointer or a name without template commas; grid and block are unsigned; no dynamic
 //       shared memory is used so far; the launch goes to the current device (cudaSetDevice)
@@ -52,7 +52,7 @@ template <> struct Word<8> { using type = uint2; };
 template <> struct Word<16> { using type = uint4; };
 
 template <class To, class From>
-__device__ __forceinline__ To same_bits(const From& from) {
+__device__ __forceinline__ To same_bits(From from) {  // by value: read whole, whatever becomes of it
   static_assert(sizeof(To) == sizeof(From), "a word is as large as the value");
   To to;
   memcpy(&to, &from, sizeof to);

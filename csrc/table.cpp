@@ -8,6 +8,7 @@ namespace {
 // Attribute names, interned once.
 struct Names {
   PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+  PyObject* record_stream = PyUnicode_InternFromString("record_stream");
   PyObject* step = PyUnicode_InternFromString("step");
   PyObject* exp_avg = PyUnicode_InternFromString("exp_avg");
   PyObject* exp_avg_sq = PyUnicode_InternFromString("exp_avg_sq");
@@ -44,8 +45,8 @@ bool has_internal_overlap(const TensorInfo& t) {
 
 }  // namespace
 
-Table::Table(py::list params, std::vector<int> groups, py::object increment_version)
-    : entries_(params.size()), increment_version_(std::move(increment_version)) {
+Table::Table(py::list params, std::vector<int> groups, py::object increment_version, Place place)
+    : entries_(params.size()), increment_version_(std::move(increment_version)), place_(place) {
   for (size_t i = 0; i < entries_.size(); ++i) {
     entries_[i].param = params[i];
     entries_[i].group = groups.at(i);
@@ -67,7 +68,7 @@ bool Table::plain(PyObject* tensor) const {
 }
 
 bool Table::readable(const py::object& tensor, TensorInfo& info) const {
-  return plain(tensor.ptr()) && read_tensor(tensor.ptr(), info) && info.on_cpu;
+  return plain(tensor.ptr()) && read_tensor(tensor.ptr(), info) && info.place == place_;
 }
 
 // Whether a lazily negated tensor could look like t: torch makes those as views of every other element, so that one
@@ -116,7 +117,7 @@ std::pair<Py_ssize_t, Py_ssize_t> Table::collect(py::list accums, py::bytearray 
   return {found, kAllRight};
 }
 
-void Table::accumulate(py::bytearray present, double scale, int threads) {
+void Table::accumulate(py::bytearray present, double scale, Executor& executor, py::object stream) {
   std::vector<Row> rows;
   rows.reserve(entries_.size());
   for (size_t i = 0; i < entries_.size(); ++i) {
@@ -130,11 +131,12 @@ void Table::accumulate(py::bytearray present, double scale, int threads) {
   }
   {
     py::gil_scoped_release release;
-    cpu_accumulate(rows.data(), int64_t(rows.size()), scale, threads);
+    executor.accumulate(rows, scale);
   }
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (entries_[i].has_grad()) bytes_of(present)[i] = 1;
   }
+  record_gradients(stream);
   drop_gradients();  // nobody else sees the buffers: their version counters stay
 }
 
@@ -200,19 +202,25 @@ bool Table::parameters_overlap() {
 }
 
 void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale,
-                 double coefficient, int threads) {
-  StepRows step(hypers, scale, coefficient, entries_.size());
+                 double coefficient, Executor& executor, py::object stream) {
+  std::vector<Row> rows;
+  rows.reserve(entries_.size());
   std::vector<PyObject*> written;  // without buffers, which nobody else sees, and counts, which no graph saves
   written.reserve(entries_.size() * 4);
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& e = entries_[i];
     if (!e.steps) continue;
-    const Row& row = step.add(e, bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype));
+    rows.push_back(step_row(e, hypers[size_t(e.group)], bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype)));
     for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq}) written.push_back(tensor->ptr());
-    if (row.amsgrad) written.push_back(e.max_exp_avg_sq.ptr());
+    if (rows.back().amsgrad) written.push_back(e.max_exp_avg_sq.ptr());
   }
-  step.run(parameters_overlap(), threads);
+  const bool one_by_one = parameters_overlap();
+  {
+    py::gil_scoped_release release;
+    executor.step(rows, hypers, scale, coefficient, one_by_one);
+  }
   std::fill_n(bytes_of(present), entries_.size(), 0);
+  record_gradients(stream);
   drop_gradients();
   py::tuple tensors(written.size());
   for (size_t i = 0; i < written.size(); ++i) {
@@ -220,6 +228,13 @@ void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int ac
     PyTuple_SET_ITEM(tensors.ptr(), Py_ssize_t(i), written[i]);
   }
   increment_version_(tensors);
+}
+
+void Table::record_gradients(const py::object& stream) {
+  if (stream.is_none()) return;
+  for (const Entry& e : entries_) {
+    if (e.has_grad()) checked(PyObject_CallMethodObjArgs(e.grad.ptr(), names().record_stream, stream.ptr(), nullptr));
+  }
 }
 
 void Table::drop_gradients() {
