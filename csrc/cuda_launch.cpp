@@ -165,6 +165,12 @@ void run_rows(const std::vector<Row>& rows, size_t begin, size_t end, bool steps
   for (Batch& batch : batches) batch.launch(stream);
 }
 
+#if defined(FA_CUDA_EMULATION)
+using cuda_emulation::steps_on_device;
+#else
+constexpr bool steps_on_device = false;  // all of them, because a test says so
+#endif
+
 // Counts an update of every row and makes its scalars.
 void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, ScalarSlot* slots, double scale,
                 double coefficient, const CudaExecutor::Factors& factors, cudaStream_t stream) {
@@ -191,11 +197,12 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
       table->groups[*place] = hypers[size_t(row.group)];
     }
     const int i = table->count++;
+    const bool on_host = row.step_on_host && !steps_on_device;
     table->group[i] = static_cast<uint8_t>(*place);
-    table->kind[i] = uint8_t((row.step_is_double ? kStepIsDouble : 0) | (row.step_on_host ? kStepOnHost : 0) |
+    table->kind[i] = uint8_t((row.step_is_double ? kStepIsDouble : 0) | (on_host ? kStepOnHost : 0) |
                              (row.param.dtype == DType::f64 ? kSlotIsDouble : 0));
     table->step[i] = row.step;
-    if (row.step_on_host) {
+    if (on_host) {
       const double t = row.step_is_double ? *static_cast<double*>(row.step) += 1
                                           : double(*static_cast<float*>(row.step) += 1);
       static_assert(sizeof t == sizeof table->step[i]);

@@ -100,6 +100,10 @@ class Emulation:
     def seed(self, seed: int) -> None:
         self.library.fa_emulation_seed(ctypes.c_uint64(seed))
 
+    def sample_blocks(self, n: int) -> None:
+        """Run the first 64 blocks, the last 64, and every ``n``-th; 1: all."""
+        self.library.fa_emulation_sample_blocks(n)
+
     def check_races(self, on: bool) -> None:
         self.library.fa_emulation_check_races(int(on))
 
@@ -143,6 +147,8 @@ class Emulation:
         self.set_device_count(4)
         self.set_device(0)
         self.steps_on_device(False)
+        self.sample_blocks(1)
+        self.check_races(False)
         self.launches()
 
 

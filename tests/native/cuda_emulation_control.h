@@ -25,6 +25,9 @@ FA_EMULATION_API const char* fa_emulation_log();
 FA_EMULATION_API void fa_emulation_fail(const char* call, int error, int after);
 FA_EMULATION_API void fa_emulation_plan_nothing();
 
+// Which blocks run: 1: all; n: the first 64, the last 64, and every n-th.
+FA_EMULATION_API void fa_emulation_sample_blocks(unsigned n);
+
 // Whether a race ends the launch with an error.
 FA_EMULATION_API void fa_emulation_check_races(int on);
 

@@ -24,6 +24,7 @@ struct Runtime {
   std::mutex mutex;
   int devices = 4, streams = 0;
   uint64_t seed = 1;
+  unsigned sample = 1;
   std::set<cudaStream_t> known_streams;
   std::map<std::string, std::pair<int, int>> failing;  // call: (error, calls before it)
   std::string log, shown;
@@ -84,7 +85,7 @@ void launch(const std::type_info& kind, const Launch& launch) {
   runtime.log += kernel + tab + std::to_string(current_device) + tab + std::to_string(stream ? stream->number : 0) +
                  tab + std::to_string(launch.grid) + tab + std::to_string(launch.block) + "\n";
   launch_begins(kernel.c_str());
-  run_blocks(launch, runtime.seed);
+  run_blocks(launch, runtime.seed, runtime.sample);
 }
 
 }  // namespace cuda_emulation
@@ -163,6 +164,8 @@ const char* cudaGetErrorString(cudaError_t error) {
 // ---- for tests ---------------------------------------------------------------------------------------------------
 
 void fa_emulation_seed(uint64_t seed) { runtime.seed = seed; }
+
+void fa_emulation_sample_blocks(unsigned n) { runtime.sample = n; }
 
 uint64_t fa_emulation_stream(int device) {
   auto* stream = new CUstream_st{device, ++runtime.streams};

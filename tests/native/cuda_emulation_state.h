@@ -16,8 +16,8 @@ struct KernelError : std::runtime_error {
 // Ends the launch, from within a thread of it, whose stack is given up: it must not own anything.
 [[noreturn]] void fail(std::string&& message);
 
-// Runs all blocks; throws KernelError. One launch at a time.
-void run_blocks(const Launch& launch, uint64_t seed);
+// Runs the blocks, in an order drawn from the seed; throws KernelError. `sample`: see fa_emulation_sample_blocks.
+void run_blocks(const Launch& launch, uint64_t seed, unsigned sample);
 
 // The recorder of accesses (cuda_emulation_memory.cpp) is told where it is, and when order comes about.
 void launch_begins(const char* kernel);
