@@ -73,21 +73,20 @@ FA_HD Twofold product(Twofold x, Twofold y) {
   return {sum, low - (sum - high)};
 }
 
-// 1 - beta^t for a count t, by squaring: libraries' pow differ in the last bit, and on a GPU again.
-FA_HD double one_minus_power(double beta, double t) {
-  Twofold power = {1, 0}, square = {beta, 0};
+// beta^t for a count t, to the nearest double: by squaring, since libraries' pow differ in the last bit, on GPUs too.
+FA_HD double power(double beta, double t) {
+  Twofold result = {1, 0}, square = {beta, 0};
   for (uint64_t n = static_cast<uint64_t>(t); n; n >>= 1) {
-    if (n & 1) power = product(power, square);
+    if (n & 1) result = product(result, square);
     square = product(square, square);
   }
-  const double difference = 1 - power.high;
-  return difference + (((1 - difference) - power.high) - power.low);
+  return result.high;
 }
 
 // The scalars of update number t. scale: s; coefficient: c.
 FA_HD StepScalars<double> step_scalars(const Hyper& h, double t, double scale, double coefficient) {
   return {scale, h.maximize ? -coefficient : coefficient, 1 - h.lr * h.weight_decay, 1 - h.beta1, -h.beta1, h.beta2,
-          1 - h.beta2, -h.lr / one_minus_power(h.beta1, t), 1 / square_root(one_minus_power(h.beta2, t)), h.eps};
+          1 - h.beta2, -h.lr / (1 - power(h.beta1, t)), 1 / square_root(1 - power(h.beta2, t)), h.eps};
 }
 
 // Rounded once to the dtype of the arithmetic.

@@ -41,8 +41,8 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def one_minus_power(beta: float, t: float) -> float:
-    """``1 - beta**t`` for a count ``t``, operation by operation as csrc/adamw_math.h has it."""
+def power(beta: float, t: float) -> float:
+    """``beta**t`` for a count ``t``, operation by operation as csrc/adamw_math.h has it."""
 
     def exact(x: float, y: float) -> tuple[float, float]:
         """x*y as an unevaluated sum of two floats (Dekker's product; the native code has fma)."""
@@ -61,14 +61,13 @@ def one_minus_power(beta: float, t: float) -> float:
         total = high + low
         return total, low - (total - high)
 
-    power, square, n = (1.0, 0.0), (beta, 0.0), int(t)
+    result, square, n = (1.0, 0.0), (beta, 0.0), int(t)
     while n:
         if n & 1:
-            power = product(power, square)
+            result = product(result, square)
         square = product(square, square)
         n >>= 1
-    difference = 1 - power[0]
-    return difference + (((1 - difference) - power[0]) - power[1])
+    return result[0]
 
 
 def step_scalars(hyper: Hyper, t: float, scale: float, coefficient: float) -> list[float]:
@@ -81,8 +80,8 @@ def step_scalars(hyper: Hyper, t: float, scale: float, coefficient: float) -> li
         -hyper.beta1,
         hyper.beta2,
         1 - hyper.beta2,
-        -hyper.lr / one_minus_power(hyper.beta1, t),
-        1 / math.sqrt(one_minus_power(hyper.beta2, t)),
+        -hyper.lr / (1 - power(hyper.beta1, t)),
+        1 / math.sqrt(1 - power(hyper.beta2, t)),
         hyper.eps,
     ]
 
