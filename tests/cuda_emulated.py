@@ -21,55 +21,77 @@ TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 CSRC = ROOT / "csrc"
 NATIVE = TESTS / "native"
-EMULATION = sorted(NATIVE.glob("cuda_emulation*.cpp"))
-VARIABLE = "FUSED_ACCUM_EMULATED"
+EMULATOR = sorted(NATIVE.glob("cuda_emulation*.cpp"))
+BINDINGS = ("cuda_bindings.cpp", "lists.cpp", "rows.cpp", "table.cpp", "tensor_info.cpp")  # what knows Python
+VARIABLE, SETTINGS = "FUSED_ACCUM_EMULATED", "FUSED_ACCUM_EMULATION"
 
-# As setup.py has it where bits depend on it; -O1 compiles fast and keeps line numbers honest.
-FLAGS = ("-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-fno-math-errno", "-fno-omit-frame-pointer", "-fPIC",
-         "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
+# As setup.py has it where bits depend on it.
+FLAGS = ("-std=c++17", "-g1", "-ffp-contract=off", "-fno-math-errno", "-fno-omit-frame-pointer", "-fPIC", "-pthread",
+         "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
          "-DFA_CUDA_EMULATION")  # fmt: skip
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+PLAIN = ("-O1",)
+# Not optimized: with both sanitizers g++ takes minutes for what it compiles in seconds so.
+SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
-def build(target: Path, sources: list[Path], flags: tuple[str, ...] = (), link: tuple[str, ...] = ()) -> Path:
-    """Compile ``sources`` (.cpp, .cu) and link them to ``target``; what has not changed is not compiled again."""
+def build(folder: Path, targets: dict[str, tuple[list[Path], tuple[str, ...], tuple[str, ...]]], wanted: str) -> Path:
+    """Compile and link the ``wanted`` one of ``targets``: name, sources (.cpp, .cu), their flags, those of the link.
+
+    Sources of Python bindings, which take longest, are compiled once for all targets, neither optimized nor
+    sanitized. What has not changed is not compiled again.
+    """
     from ninja import ninja_syntax
 
-    folder = target.parent / "objects"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "build.ninja", "w") as file:
         ninja = ninja_syntax.Writer(file, width=10_000)
-        words = shlex.join([*FLAGS, *flags, f"-I{CSRC}", f"-I{NATIVE}"])
-        ninja.rule("cxx", f"g++ {words} -MMD -MF $out.d -x c++ -c $in -o $out", depfile="$out.d", deps="gcc")
-        ninja.rule("link", f"g++ {shlex.join([*FLAGS, *flags, *link])} $in -o $out")
-        objects = []
-        for source in sources:
-            objects += ninja.build(f"{source.name}.o", "cxx", ninja_syntax.escape_path(str(source)))
-        ninja.build(ninja_syntax.escape_path(str(target)), "link", objects)
+        words = shlex.join([*FLAGS, f"-I{CSRC}", f"-I{NATIVE}"])
+        ninja.rule("cxx", f"g++ {words} $flags -MMD -MF $out.d -x c++ -c $in -o $out", depfile="$out.d", deps="gcc")
+        ninja.rule("link", "g++ -pthread $flags $in -o $out")
+        made = {}
+        for name, (sources, flags, link) in targets.items():
+            objects = []
+            for source in sources:
+                bindings = source.name in BINDINGS
+                own = ("-O0", *python_includes()) if bindings else flags
+                path = f"{'bindings' if bindings else name}.objects/{source.name}.o"
+                if path not in made:
+                    made[path] = ninja.build(
+                        path, "cxx", ninja_syntax.escape_path(str(source)), variables={"flags": shlex.join(own)}
+                    )
+                objects += made[path]
+            ninja.build(name, "link", objects, variables={"flags": shlex.join([*flags, *link])})
     done = subprocess.run(
-        [sys.executable, "-m", "ninja", "-C", str(folder)],
+        [sys.executable, "-m", "ninja", "-C", str(folder), wanted],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:]
-    return target
+    return folder / wanted
+
+
+def python_includes() -> tuple[str, ...]:
+    import pybind11
+
+    return ("-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include"))
 
 
 def build_module(sanitized: bool = False) -> Path:
-    """The emulated fused_accum._C_cuda, in build/; with AddressSanitizer and UBSan it loads where libasan is."""
-    import pybind11
+    """The emulated fused_accum._C_cuda, in build/; ``sanitized`` it loads where libasan is there already."""
+    kernels = [CSRC / "cuda_launch.cpp", *sorted(CSRC.glob("*.cu")), *EMULATOR]
+    sources = [CSRC / name for name in BINDINGS] + kernels
+    suffix = f"_C_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+    targets = {
+        f"plain/{suffix}": (sources, PLAIN, ("-shared",)),
+        f"sanitized/{suffix}": (sources, SANITIZED, ("-shared",)),
+    }
+    folder = ROOT / "build" / f"emulated-{sys.implementation.cache_tag}"
+    return build(folder, targets, f"{'sanitized' if sanitized else 'plain'}/{suffix}")
 
-    folder = ROOT / "build" / f"emulated-{sys.implementation.cache_tag}{'-sanitized' * sanitized}"
-    own = [path for path in sorted(CSRC.glob("*.cpp")) if not path.name.startswith("cpu_")]
-    sources = [path for path in own if path.name != "bindings.cpp"] + sorted(CSRC.glob("*.cu")) + EMULATION
-    includes = ("-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include"))
-    target = folder / f"_C_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
-    return build(target, sources, includes + SANITIZERS * sanitized, ("-shared",))
 
-
-def environment(module: Path, sanitized: bool = False) -> dict[str, str]:
-    """The environment of a Python in which ``module`` takes the place of fused_accum._C_cuda."""
+def environment(module: Path, settings: str = "", sanitized: bool = False) -> dict[str, str]:
+    """The environment of a Python in which ``module``, set up so, takes the place of fused_accum._C_cuda."""
     path = os.pathsep.join(filter(None, [str(TESTS), str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, VARIABLE: str(module)}
+    env = {**os.environ, "PYTHONPATH": path, VARIABLE: str(module), SETTINGS: settings}
     if sanitized:
         command = ["g++", "-print-file-name=libasan.so"]
         library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -96,6 +118,7 @@ class Emulation:
         self.library.fa_emulation_stream.restype = ctypes.c_uint64
         self.library.fa_emulation_log.restype = ctypes.c_char_p
         self.library.fa_emulation_phantom_count.restype = ctypes.c_uint64
+        self.reset()
 
     def seed(self, seed: int) -> None:
         self.library.fa_emulation_seed(ctypes.c_uint64(seed))
@@ -142,26 +165,32 @@ class Emulation:
         return tuple(self.library.fa_emulation_phantom_count(phantom, kind) for kind in range(3))
 
     def reset(self) -> None:
-        self.library.fa_emulation_clear_phantoms()
-        self.library.fa_emulation_plan_nothing()
+        """As the environment says."""
+        words = os.environ.get(SETTINGS, "").split()
+        self.seed(next((int(word[5:]) for word in words if word.startswith("seed=")), 1))
+        self.check_races("races" in words)
+        self.steps_on_device("steps-on-device" in words)
+        self.sample_blocks(1)
         self.set_device_count(4)
         self.set_device(0)
-        self.steps_on_device(False)
-        self.sample_blocks(1)
-        self.check_races(False)
+        self.library.fa_emulation_clear_phantoms()
+        self.library.fa_emulation_plan_nothing()
         self.launches()
 
 
-def install(module: Path) -> None:
-    """Put ``module`` in place of fused_accum._C_cuda; before fused_accum.backends is imported."""
+def install(module: Path) -> Emulation:
+    """Put ``module`` in place of fused_accum._C_cuda; before fused_accum is imported."""
     assert "fused_accum" not in sys.modules, "fused_accum was imported before the emulated module"
     spec = importlib.util.spec_from_file_location("fused_accum._C_cuda", module)
     sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[spec.name])
+    return Emulation(module)
 
 
-if VARIABLE in os.environ and "fused_accum._C_cuda" not in sys.modules:
-    install(Path(os.environ[VARIABLE]))
+EMULATION: Emulation | None = None  # where this Python has the emulated module
+if VARIABLE in os.environ:
+    # Run as __main__, this file is imported a second time.
+    EMULATION = getattr(sys.modules.get("__main__"), "EMULATION", None) or install(Path(os.environ[VARIABLE]))
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]

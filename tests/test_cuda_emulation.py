@@ -22,9 +22,9 @@ OUT_OF_BOUNDS = ("out-of-bounds", "shared-out-of-bounds")
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    target = tmp_path_factory.mktemp("planted") / "planted"
-    sources = [cuda_emulated.NATIVE / "planted.cpp", *cuda_emulated.EMULATION]
-    return cuda_emulated.build(target, sources, cuda_emulated.SANITIZERS)
+    sources = [cuda_emulated.NATIVE / "planted.cpp", *cuda_emulated.EMULATOR]
+    targets = {"planted": (sources, cuda_emulated.SANITIZED, ())}
+    return cuda_emulated.build(tmp_path_factory.mktemp("planted"), targets, "planted")
 
 
 def run(program, *arguments):
