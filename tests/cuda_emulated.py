@@ -93,10 +93,13 @@ def environment(module: Path, settings: str = "", sanitized: bool = False) -> di
     path = os.pathsep.join(filter(None, [str(TESTS), str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, VARIABLE: str(module), SETTINGS: settings}
     if sanitized:
-        command = ["g++", "-print-file-name=libasan.so"]
-        library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        found = [
+            subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+            for name in ("libasan.so", "libstdc++.so")  # the second, so that the first finds what throws exceptions
+        ]
         # Python and torch leave memory to the end of the process.
-        env |= {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+        env["LD_PRELOAD"] = " ".join(found).replace("\n", "")
+        env |= {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
     return env
 
 
@@ -163,6 +166,9 @@ class Emulation:
     def phantom_counts(self, phantom: int) -> tuple[int, int, int]:
         """Elements read, elements written, writes to elements that had been written before."""
         return tuple(self.library.fa_emulation_phantom_count(phantom, kind) for kind in range(3))
+
+    def phantom_was_written(self, phantom: int, element: int) -> bool:
+        return bool(self.library.fa_emulation_phantom_was_written(phantom, ctypes.c_uint64(element)))
 
     def reset(self) -> None:
         """As the environment says."""

@@ -35,4 +35,5 @@ FA_EMULATION_API void fa_emulation_check_races(int on);
 FA_EMULATION_API int fa_emulation_add_phantom(uint64_t address, uint64_t bytes, uint64_t bytes_per_element);
 // Elements read (0) or written (1), or writes to an element that had been written before (2).
 FA_EMULATION_API uint64_t fa_emulation_phantom_count(int phantom, int kind);
+FA_EMULATION_API int fa_emulation_phantom_was_written(int phantom, uint64_t element);
 FA_EMULATION_API void fa_emulation_clear_phantoms();

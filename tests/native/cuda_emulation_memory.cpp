@@ -151,6 +151,10 @@ uint64_t fa_emulation_phantom_count(int which, int kind) {
   return count;
 }
 
+int fa_emulation_phantom_was_written(int which, uint64_t element) {
+  return int(recorder.phantoms.at(size_t(which)).written.at(element / 64) >> element % 64 & 1);
+}
+
 void fa_emulation_clear_phantoms() {
   recorder.phantoms.clear();
   decide_whether_to_watch();
