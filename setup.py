@@ -1,8 +1,11 @@
-"""Builds the native module fused_accum._C with ninja. Everything else is in pyproject.toml.
+"""Builds the native modules fused_accum._C and, with nvcc, fused_accum._C_cuda. All else is in pyproject.toml.
 
-No torch is needed to build: csrc/ knows only pointers and sizes, so one build serves any torch. Without a
-working C++ compiler the package still installs; reason and remedy are kept in
-fused_accum/_build_failure.json, and `python -m fused_accum` shows them.
+No torch is needed to build: csrc/ knows only pointers and sizes, so one build serves any torch, whatever CUDA that
+was made with. Without a working C++ compiler, or without nvcc, the package still installs; reason and remedy are
+kept in fused_accum/_build_failure.json and _cuda_build_failure.json, and `python -m fused_accum` shows them.
+
+nvcc is looked for in NVCC, CUDA_HOME, CUDA_PATH, on PATH, in /usr/local/cuda and in pip's nvidia packages. It may be
+a wrapper script: where its headers and libraries are is asked of itself.
 
 Environment variables, all optional:
 
@@ -12,16 +15,24 @@ Environment variables, all optional:
     ARCHFLAGS              macOS: appended to both
     MAX_JOBS               parallel compilations; default: ninja's choice
     FUSED_ACCUM_FORCE_CPP  1: a missing or failing compiler fails the installation
+    NVCC                   the CUDA compiler, with arguments if any
+    NVCCFLAGS              appended to every compilation by it
+    FUSED_ACCUM_CUDA_ARCHS compute capabilities to compile for ("80,90"; the highest also as PTX), or "none" for no
+                           CUDA; default: those of 80,86,89,90,100,120 that nvcc knows
+    FUSED_ACCUM_FORCE_CUDA 1: a missing or failing nvcc fails the installation
 """
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +41,6 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-FAILURE_NOTE = "_build_failure.json"
 
 # -ffp-contract=off: the kernels write fma out, so that every path rounds alike. Never -march=native or
 # -ffast-math: a wheel must run elsewhere, and NaN must stay NaN.
@@ -38,6 +48,16 @@ CXX_FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-pthread",
     "-Wall", "-Wextra",
 )  # fmt: skip
+
+# -fmad=false as -ffp-contract=off above; division, square root and subnormals are IEEE's by default.
+NVCC_FLAGS = (
+    "-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off,-fno-math-errno",
+)  # fmt: skip
+CUDA_ARCHS = ("80", "86", "89", "90", "100", "120")
+OLDEST_NVCC = (12, 1)  # from which on a kernel takes 32764 bytes of parameters
+
+# What both modules are made of.
+SHARED = ("lists.cpp", "rows.cpp", "table.cpp", "tensor_info.cpp")
 
 # This one file is compiled once per instruction set; the module picks at run time.
 KERNELS = "cpu_kernels.cpp"
@@ -71,6 +91,10 @@ class Unit:
     source: Path
     rule: str
     flags: tuple[str, ...]
+
+
+def flags_from(variable: str) -> list[str]:
+    return shlex.split(os.environ.get(variable, ""))
 
 
 @dataclass(frozen=True)
@@ -122,11 +146,81 @@ class Compiler:
         return {isa: flags for isa, flags in X86_ISAS.items() if not self.try_compile(probe, *flags)}
 
 
-def flags_from(variable: str) -> list[str]:
-    return shlex.split(os.environ.get(variable, ""))
+@dataclass(frozen=True)
+class Nvcc:
+    """A CUDA compiler: the start of its command line, what it compiles for, where its headers and cudart are."""
+
+    command: tuple[str, ...]
+    archs: tuple[str, ...]
+    includes: tuple[str, ...]
+    cudart: str
+
+    @classmethod
+    def find(cls) -> "Nvcc":
+        asked = os.environ.get("FUSED_ACCUM_CUDA_ARCHS", "").replace(";", ",")
+        if asked == "none":
+            raise CannotBuild("FUSED_ACCUM_CUDA_ARCHS=none asked for no CUDA", "unset it")
+        command = tuple(shlex.split(os.environ.get("NVCC", ""))) or cls._search()
+        try:
+            said = cls._ask(*command, "--version")
+            version = tuple(map(int, re.search(r"release (\d+)\.(\d+)", said).groups()))
+            known = re.findall(r"compute_(\w+)", cls._ask(*command, "--list-gpu-arch"))
+            root = cls._ask(*command, "--dryrun", "-x", "cu", os.devnull)
+        except (OSError, subprocess.CalledProcessError, AttributeError) as error:
+            words = str(getattr(error, "stdout", None) or error)
+            what = f"{shlex.join(command)} does not work"
+            raise CannotBuild(what, "repair it, or name another with NVCC", words) from None
+        if version < OLDEST_NVCC:
+            need, have = (".".join(map(str, pair)) for pair in (OLDEST_NVCC, version))
+            raise CannotBuild(f"nvcc is {have}, older than {need}", "install a newer CUDA toolkit")
+        archs = tuple(re.findall(r"\w+", asked)) or tuple(arch for arch in CUDA_ARCHS if arch in known)
+        if unknown := set(archs) - set(known):
+            raise CannotBuild(
+                f"nvcc {'.'.join(map(str, version))} does not know compute capability {', '.join(sorted(unknown))}",
+                f"set FUSED_ACCUM_CUDA_ARCHS to some of {','.join(known)}",
+            )
+        folders = {flag: re.findall(rf'"-{flag}([^"]+)"', root) for flag in "IL"}
+        if here := re.search(r"^#\$ TOP=(.*)$", root, re.M):
+            folders["I"].append(f"{here[1]}/include")
+            folders["L"] += [f"{here[1]}/{name}" for name in ("lib64", "lib")]
+        includes = [folder for folder in folders["I"] if Path(folder, "cuda_runtime.h").exists()]
+        cudart = [path for folder in folders["L"] if (path := Path(folder, "libcudart_static.a")).exists()]
+        if not includes or not cudart:
+            raise CannotBuild(
+                f"{shlex.join(command)} is there, but {'cudart' if includes else 'cuda_runtime.h'} is not",
+                "install the CUDA toolkit's cudart development files (pip: nvidia-cuda-runtime)",
+            )
+        return cls(command, archs, tuple(includes[:1]), str(cudart[0]))
+
+    @staticmethod
+    def _search() -> tuple[str, ...]:
+        homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+        places = [Path(home, "bin", "nvcc") for home in homes]
+        places += [Path(found) for found in [shutil.which("nvcc")] if found]
+        places.append(Path("/usr/local/cuda/bin/nvcc"))
+        for folder in sys.path:
+            places += sorted(Path(folder or ".", "nvidia").glob("c*/bin/nvcc"), reverse=True)
+        for place in places:
+            if os.access(place, os.X_OK):
+                return (str(place),)
+        raise CannotBuild(
+            "nvcc was not found (NVCC, CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda and pip's nvidia packages tried)",
+            "install the CUDA toolkit (pip: nvidia-cuda-nvcc and nvidia-cuda-runtime), or set CUDA_HOME",
+        )
+
+    @staticmethod
+    def _ask(*command: str) -> str:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
+        ).stdout
+
+    def flags(self) -> list[str]:
+        newest = max(self.archs, key=lambda arch: int(re.match(r"\d+", arch)[0]))
+        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
+        return [*NVCC_FLAGS, *codes, f"-gencode=arch=compute_{newest},code=compute_{newest}", "--threads=0"]
 
 
-def units(compiler: Compiler) -> list[Unit]:
+def cpu_units(compiler: Compiler) -> list[Unit]:
     isas = compiler.isas()
     have = tuple(f"-DFA_HAVE_{isa.upper()}" for isa in isas)
     found = []
@@ -134,15 +228,21 @@ def units(compiler: Compiler) -> list[Unit]:
         if source.name == KERNELS:
             for isa, flags in {"baseline": (), **isas}.items():
                 found.append(Unit(f"{source.stem}_{isa}.o", source, "cxx", (f"-DFA_ISA={isa}", *flags)))
-        else:
-            found.append(Unit(f"{source.stem}.o", source, "cxx", have))
+        elif not source.name.startswith("cuda_"):
+            found.append(Unit(f"{source.stem}.o", source, "cxx", () if source.name in SHARED else have))
     if not found:
         raise CannotBuild(f"{CSRC} holds no C++ sources", "use a complete source distribution or clone")
     return found
 
 
-def write_ninja(folder: Path, compiler: Compiler, target: Path) -> None:
-    """Writes folder/build.ninja, which links `target` from csrc/.
+def cuda_units(nvcc: Nvcc) -> list[Unit]:
+    host = ("-isystem", *nvcc.includes, f'-DFA_CUDA_ARCHS="{",".join(nvcc.archs)}"')
+    found = [Unit(f"{path.stem}.cu.o", path, "nvcc", ()) for path in sorted(CSRC.glob("cuda_*.cu"))]
+    return found + [Unit(f"{path.stem}.o", path, "cxx", host) for path in sorted(CSRC.glob("cuda_*.cpp"))]
+
+
+def write_ninja(folder: Path, compiler: Compiler, nvcc: Nvcc | None, targets: dict[str, Path]) -> None:
+    """Writes folder/build.ninja, which links ``targets`` ("_C", and "_C_cuda" with ``nvcc``) from csrc/.
 
     Paths inside the project are relative, so that no name of a folder above it needs quoting.
     """
@@ -173,67 +273,96 @@ def write_ninja(folder: Path, compiler: Compiler, target: Path) -> None:
             depfile="$out.d",
             deps="gcc",
         )
-        after = command(*libraries, *flags_from("LDFLAGS"))
-        ninja.rule("link", f"{cxx} {command(*shared, '-pthread')} $in -o $out {after}")
-        objects = []
-        for unit in units(compiler):
-            objects += ninja.build(
-                unit.name,
-                unit.rule,
-                os.path.relpath(unit.source, folder),
-                variables={"flags": command(*unit.flags)},
+        if nvcc:
+            host = ["-ccbin", os.environ["CXX"]] if len(flags_from("CXX")) == 1 else []
+            ninja.rule(
+                "nvcc",
+                f"{command(*nvcc.command, *nvcc.flags(), *host, includes[0], *flags_from('NVCCFLAGS'))} "
+                "-MMD -MF $out.d -c $in -o $out",
+                depfile="$out.d",
+                deps="gcc",
             )
-        ninja.build(os.path.relpath(target, folder), "link", objects)
+        after = command(*libraries, *flags_from("LDFLAGS"))
+        ninja.rule("link", f"{cxx} {command(*shared, '-pthread')} $in -o $out $libraries {after}")
+
+        def objects(units: list[Unit]) -> list[str]:
+            made = []
+            for unit in units:
+                source = os.path.relpath(unit.source, folder)
+                made += ninja.build(unit.name, unit.rule, source, variables={"flags": command(*unit.flags)})
+            return made
+
+        cpu = objects(cpu_units(compiler))
+        ninja.build(os.path.relpath(targets["_C"], folder), "link", cpu)
+        if nvcc:
+            own = objects(cuda_units(nvcc)) + [name for name in cpu if name.replace(".o", ".cpp") in SHARED]
+            static = {"libraries": command(nvcc.cudart, "-lrt")}
+            ninja.build(os.path.relpath(targets["_C_cuda"], folder), "link", own, variables=static)
 
 
 class NinjaBuild(build_ext):
     """build_ext, with ninja in place of distutils' compilers."""
 
     def run(self):
-        for extension in self.extensions:
-            self.build(Path(self.get_ext_fullpath(extension.name)).resolve())
+        targets = {e.name.rpartition(".")[2]: Path(self.get_ext_fullpath(e.name)).resolve() for e in self.extensions}
+        compiler = nvcc = None
+        with self.optional(targets["_C"], "_build_failure.json", "FUSED_ACCUM_FORCE_CPP", "native code"):
+            if sys.platform == "win32":
+                raise CannotBuild("native code does not build on Windows", "use WSL")
+            compiler = Compiler.find()
+            write_ninja(self.folder(), compiler, None, targets)
+            self.ninja(targets["_C"], "the C++ sources did not compile")
+        with self.optional(targets["_C_cuda"], "_cuda_build_failure.json", "FUSED_ACCUM_FORCE_CUDA", "CUDA"):
+            if compiler is None:
+                raise CannotBuild("there is no C++ compiler", "see to that first")
+            nvcc = Nvcc.find()
+            write_ninja(self.folder(), compiler, nvcc, targets)
+            self.ninja(targets["_C_cuda"], "the CUDA sources did not compile")
 
-    def build(self, target: Path) -> None:
-        note = target.parent / FAILURE_NOTE
+    @contextmanager
+    def optional(self, target: Path, note_name: str, force: str, what: str) -> Iterator[None]:
+        """Where the block cannot build ``target``, installs without, and leaves a note; fails if ``force`` is set."""
+        note = target.parent / note_name
         target.parent.mkdir(parents=True, exist_ok=True)
         note.unlink(missing_ok=True)
         try:
-            self.compile(target)
+            yield
         except CannotBuild as error:
             # Left from an earlier build, it would be used or packed in place of what could not be made.
             target.unlink(missing_ok=True)
-            if os.environ.get("FUSED_ACCUM_FORCE_CPP") == "1":
-                raise SystemExit(f"fused_accum: FUSED_ACCUM_FORCE_CPP=1, but {error}") from None
+            if os.environ.get(force) == "1":
+                raise SystemExit(f"fused_accum: {force}=1, but {error}") from None
             note.write_text(json.dumps(error.note, indent=2))
-            print(f"fused_accum: installing without native code: {error}", file=sys.stderr)
+            print(f"fused_accum: installing without {what}: {error}", file=sys.stderr)
 
-    def compile(self, target: Path) -> None:
-        if sys.platform == "win32":
-            raise CannotBuild("native code does not build on Windows", "use WSL")
-        compiler = Compiler.find()
-        # In the tree: build_temp is new for every editable build, and rebuilds should be incremental.
+    @staticmethod
+    def folder() -> Path:
+        """In the tree: build_temp is new for every editable build, and rebuilds should be incremental."""
         folder = ROOT / "build" / f"ninja-{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
         folder.mkdir(parents=True, exist_ok=True)
-        write_ninja(folder, compiler, target)
+        return folder
+
+    def ninja(self, target: Path, failure: str) -> None:
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
         # ninja shows a failed compiler's words on stdout.
         done = subprocess.run(
-            [sys.executable, "-m", "ninja", "-C", str(folder), *jobs],
+            [sys.executable, "-m", "ninja", "-C", str(self.folder()), *jobs, os.path.relpath(target, self.folder())],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, check=False,
         )  # fmt: skip
         print(done.stdout, flush=True)
         if done.returncode:
-            raise CannotBuild("the C++ sources did not compile", "repair that", done.stdout.strip())
+            raise CannotBuild(failure, "repair that", done.stdout.strip())
+
+
+def sources(*patterns: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in CSRC.glob(pattern))
 
 
 setup(
     ext_modules=[
-        Extension(
-            "fused_accum._C",
-            sources=sorted(str(path.relative_to(ROOT)) for path in CSRC.glob("*.cpp")),
-            depends=sorted(str(path.relative_to(ROOT)) for path in CSRC.glob("*.h")),
-        )
+        Extension(f"fused_accum.{name}", sources=sources("*.cpp", "*.cu"), depends=sources("*.h"))
+        for name in ("_C", "_C_cuda")
     ],
     cmdclass={"build_ext": NinjaBuild},
 )

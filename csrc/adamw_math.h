@@ -30,6 +30,12 @@ struct StepScalars {
   T eps;
 };
 
+// One group's hyper-parameters.
+struct Hyper {
+  double lr, beta1, beta2, eps, weight_decay;
+  bool maximize, amsgrad;
+};
+
 namespace {  // internal linkage: objects built for different instruction sets must not share a copy
 
 #if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
@@ -55,6 +61,33 @@ FA_HD float fma(float a, float b, float c) {
 FA_HD double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 FA_HD float square_root(float x) { return __builtin_sqrtf(x); }
 FA_HD double square_root(double x) { return __builtin_sqrt(x); }
+
+// An unevaluated sum of two doubles, twice as precise.
+struct Twofold {
+  double high, low;
+};
+FA_HD Twofold product(Twofold x, Twofold y) {
+  const double high = x.high * y.high;
+  const double low = fma(x.high, y.high, -high) + (x.high * y.low + x.low * y.high);
+  const double sum = high + low;
+  return {sum, low - (sum - high)};
+}
+
+// beta^t for a count t, to the nearest double: by squaring, since libraries' pow differ in the last bit, on GPUs too.
+FA_HD double power(double beta, double t) {
+  Twofold result = {1, 0}, square = {beta, 0};
+  for (uint64_t n = static_cast<uint64_t>(t); n; n >>= 1) {
+    if (n & 1) result = product(result, square);
+    square = product(square, square);
+  }
+  return result.high;
+}
+
+// The scalars of update number t. scale: s; coefficient: c.
+FA_HD StepScalars<double> step_scalars(const Hyper& h, double t, double scale, double coefficient) {
+  return {scale, h.maximize ? -coefficient : coefficient, 1 - h.lr * h.weight_decay, 1 - h.beta1, -h.beta1, h.beta2,
+          1 - h.beta2, -h.lr / (1 - power(h.beta1, t)), 1 / square_root(1 - power(h.beta2, t)), h.eps};
+}
 
 // Rounded once to the dtype of the arithmetic.
 template <class T>

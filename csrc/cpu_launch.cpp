@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -149,6 +150,29 @@ void cpu_accumulate(const Row* rows, int64_t count, double scale, int threads) {
 void cpu_step(const Row* rows, int64_t count, int threads) {
   const CpuKernels& kernels = cpu_kernels();
   Line(rows, count).run(threads, [&](const Row& row, int64_t begin, int64_t end) { kernels.step(row, begin, end); });
+}
+
+void CpuExecutor::accumulate(const std::vector<Row>& rows, double scale) {
+  cpu_accumulate(rows.data(), int64_t(rows.size()), scale, threads_);
+}
+
+void CpuExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
+                       bool one_by_one) {
+  std::deque<StepScalars<double>> scalars;  // one for every change of group or t; they stay in place
+  int group_before = -1;
+  double t_before = 0;
+  for (Row& row : rows) {
+    const double t = row.step_is_double ? *static_cast<double*>(row.step) += 1
+                                        : double(*static_cast<float*>(row.step) += 1);
+    if (row.group != group_before || t != t_before) {
+      scalars.push_back(step_scalars(hypers[size_t(row.group)], t, scale, coefficient));
+    }
+    group_before = row.group;
+    t_before = t;
+    row.scalars = &scalars.back();
+  }
+  if (!one_by_one) return cpu_step(rows.data(), int64_t(rows.size()), threads_);
+  for (const Row& row : rows) cpu_step(&row, 1, threads_);
 }
 
 }  // namespace fa

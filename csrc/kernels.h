@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "dtypes.h"
 
@@ -24,7 +25,36 @@ struct Row {
   bool has_accum = false;            // the buffer holds earlier ones: it is read (and, by a step, zeroed)
   bool amsgrad = false;
   DType accum_dtype = DType::f32;    // what the window's sum is rounded to, with or without a buffer
-  const StepScalars<double>* scalars = nullptr;  // of a step; rows share them
+  const StepScalars<double>* scalars = nullptr;  // of a step; rows share them. On a GPU its kernels make them, from:
+  int group = 0;                     // whose hyper-parameters
+  void* step = nullptr;              // the count of updates, float32 or float64
+  bool step_is_double = false;
+  bool step_on_host = true;
+};
+
+// What runs rows somewhere. Everything is checked before; an error throws.
+class Executor {
+ public:
+  virtual ~Executor() = default;
+
+  // accum <- scale*grad where the row has no accum yet, else accum + scale*grad.
+  virtual void accumulate(const std::vector<Row>& rows, double scale) = 0;
+
+  // Counts an update of every row and makes it, from its grad, its accum, or both; `one_by_one` where rows share
+  // memory that is written.
+  virtual void step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
+                    bool one_by_one) = 0;
+};
+
+class CpuExecutor : public Executor {
+ public:
+  explicit CpuExecutor(int threads) : threads_(threads) {}
+  void accumulate(const std::vector<Row>& rows, double scale) override;
+  void step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
+            bool one_by_one) override;
+
+ private:
+  const int threads_;
 };
 
 // accum <- scale*grad where the row has no accum yet, else accum + scale*grad.

@@ -7,11 +7,13 @@
 namespace fa {
 namespace {
 
-void read_item(const py::list& list, size_t i, py::object& object, TensorInfo& info, const char* what) {
+void read_item(const py::list& list, size_t i, py::object& object, TensorInfo& info, const char* what, Place place,
+               bool or_on_cpu = false) {
   object = list[i];
   if (object.is_none()) return;
-  if (!read_tensor(object.ptr(), info) || !info.on_cpu) {
-    throw std::invalid_argument(std::string(what) + " " + std::to_string(i) + " is not a CPU tensor of a supported dtype");
+  if (!read_tensor(object.ptr(), info) || !(info.place == place || (or_on_cpu && info.place == kCpu))) {
+    throw std::invalid_argument(std::string(what) + " " + std::to_string(i) +
+                                " is not a tensor of a supported dtype on the device of this backend");
   }
 }
 
@@ -29,24 +31,25 @@ bool same_objects(py::list lists, py::list others) {
   return true;
 }
 
-void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale, int threads) {
+void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale,
+                      Executor& executor, Place place) {
   std::vector<Entry> entries(accums.size());
   std::vector<Row> rows(entries.size());
   for (size_t i = 0; i < entries.size(); ++i) {
-    read_item(accums, i, entries[i].accum, entries[i].a, "accum");
-    read_item(grads, i, entries[i].grad, entries[i].g, "grad");
+    read_item(accums, i, entries[i].accum, entries[i].a, "accum", place);
+    read_item(grads, i, entries[i].grad, entries[i].g, "grad", place);
     rows[i].has_grad = true;
     rows[i].has_accum = !first.at(i);
     fill(rows[i], entries[i], false);
   }
   py::gil_scoped_release release;
-  cpu_accumulate(rows.data(), int64_t(rows.size()), scale, threads);
+  executor.accumulate(rows, scale);
 }
 
 void scatter_rows(py::object accum, uintptr_t index, py::object grad, int64_t skip, int threads) {
   TensorInfo a, g;
   for (auto [tensor, info] : {std::pair(&accum, &a), std::pair(&grad, &g)}) {
-    const bool usable = read_tensor(tensor->ptr(), *info) && info->on_cpu && info->ndim == 2 &&
+    const bool usable = read_tensor(tensor->ptr(), *info) && info->place == kCpu && info->ndim == 2 &&
                         (info->numel == 0 || (info->strides[1] == 1 || info->sizes[1] == 1)) &&
                         (info->numel == 0 || info->sizes[0] == 1 || info->strides[0] == info->sizes[1]);
     if (!usable) throw std::invalid_argument("accum and grad must be contiguous CPU matrices of a supported dtype");
@@ -60,27 +63,31 @@ void scatter_rows(py::object accum, uintptr_t index, py::object grad, int64_t sk
 void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,
                 py::list max_exp_avg_sqs, py::list steps, const std::vector<int>& groups,
                 const std::vector<Hyper>& hypers, const std::vector<int>& accum_dtypes, double scale,
-                double coefficient, int threads) {
+                double coefficient, Executor& executor, Place place) {
   std::vector<Entry> entries(params.size());
   for (size_t i = 0; i < entries.size(); ++i) {
     Entry& e = entries[i];
     TensorInfo step;
     e.group = groups.at(i);
-    read_item(params, i, e.param, e.p, "parameter");
+    read_item(params, i, e.param, e.p, "parameter", place);
     note_span(e);
-    read_item(grads, i, e.grad, e.g, "grad");
-    read_item(accums, i, e.accum, e.a, "accum");
-    read_item(exp_avgs, i, e.exp_avg, e.m, "exp_avg");
-    read_item(exp_avg_sqs, i, e.exp_avg_sq, e.v, "exp_avg_sq");
-    read_item(max_exp_avg_sqs, i, e.max_exp_avg_sq, e.v_max, "max_exp_avg_sq");
-    read_item(steps, i, e.step, step, "step");
+    read_item(grads, i, e.grad, e.g, "grad", place);
+    read_item(accums, i, e.accum, e.a, "accum", place);
+    read_item(exp_avgs, i, e.exp_avg, e.m, "exp_avg", place);
+    read_item(exp_avg_sqs, i, e.exp_avg_sq, e.v, "exp_avg_sq", place);
+    read_item(max_exp_avg_sqs, i, e.max_exp_avg_sq, e.v_max, "max_exp_avg_sq", place);
+    read_item(steps, i, e.step, step, "step", place, true);
     if (!read_step(e, step)) throw std::invalid_argument("step " + std::to_string(i) + " is not one float32 or float64");
   }
-  StepRows rows(hypers, scale, coefficient, entries.size());
+  std::vector<Row> rows;
+  rows.reserve(entries.size());
   for (size_t i = 0; i < entries.size(); ++i) {
-    rows.add(entries[i], !entries[i].accum.is_none(), static_cast<DType>(accum_dtypes.at(i)));
+    const Entry& e = entries[i];
+    rows.push_back(step_row(e, hypers.at(size_t(e.group)), !e.accum.is_none(), static_cast<DType>(accum_dtypes.at(i))));
   }
-  rows.run(overlap(entries), threads);
+  const bool one_by_one = overlap(entries);
+  py::gil_scoped_release release;
+  executor.step(rows, hypers, scale, coefficient, one_by_one);
 }
 
 }  // namespace fa

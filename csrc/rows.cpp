@@ -1,38 +1,16 @@
 #include "rows.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace fa {
 
-Hyper::Hyper(py::tuple values) {
+Hyper hyper_from(py::tuple values) {
   const auto number = [&](Py_ssize_t i) {
     const double value = PyFloat_AsDouble(PyTuple_GetItem(values.ptr(), i));
     if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
     return value;
   };
-  lr = number(0);
-  beta1 = number(1);
-  beta2 = number(2);
-  eps = number(3);
-  weight_decay = number(4);
-  maximize = number(5) != 0;
-  amsgrad = number(6) != 0;
-}
-
-StepScalars<double> Hyper::scalars(double t, double scale, double coefficient) const {
-  StepScalars<double> s;
-  s.scale = scale;
-  s.coefficient = maximize ? -coefficient : coefficient;
-  s.decay = 1 - lr * weight_decay;
-  s.one_minus_beta1 = 1 - beta1;
-  s.minus_beta1 = -beta1;
-  s.beta2 = beta2;
-  s.one_minus_beta2 = 1 - beta2;
-  s.minus_step_size = -lr / (1 - std::pow(beta1, t));
-  s.inverse_sqrt_bias_correction2 = 1 / std::sqrt(1 - std::pow(beta2, t));
-  s.eps = eps;
-  return s;
+  return {number(0), number(1), number(2), number(3), number(4), number(5) != 0, number(6) != 0};
 }
 
 void fill(Row& row, const Entry& e, bool steps) {
@@ -65,39 +43,22 @@ void fill(Row& row, const Entry& e, bool steps) {
 bool read_step(Entry& e, const TensorInfo& step) {
   e.step_data = step.data;
   e.step_is_double = step.dtype == DType::f64;
-  return step.numel == 1 && step.on_cpu && (step.dtype == DType::f32 || step.dtype == DType::f64);
+  e.step_on_host = step.place == kCpu;
+  return step.numel == 1 && (step.dtype == DType::f32 || step.dtype == DType::f64);
 }
 
-StepRows::StepRows(const std::vector<Hyper>& hypers, double scale, double coefficient, size_t expected)
-    : hypers_(hypers), scale_(scale), coefficient_(coefficient) {
-  rows_.reserve(expected);
-}
-
-const Row& StepRows::add(const Entry& e, bool has_accum, DType accum_dtype) {
-  const Hyper& hyper = hypers_.at(size_t(e.group));
-  const double t = e.step_is_double ? *static_cast<double*>(e.step_data) += 1
-                                    : double(*static_cast<float*>(e.step_data) += 1);
-  if (e.group != group_before_ || t != t_before_) scalars_.push_back(hyper.scalars(t, scale_, coefficient_));
-  group_before_ = e.group;
-  t_before_ = t;
+Row step_row(const Entry& e, const Hyper& hyper, bool has_accum, DType accum_dtype) {
   Row row;
   row.has_grad = e.has_grad();
   row.has_accum = has_accum;
   row.amsgrad = hyper.amsgrad;
   row.accum_dtype = e.p.dtype == DType::f64 ? DType::f64 : accum_dtype;
-  row.scalars = &scalars_.back();
+  row.group = e.group;
+  row.step = e.step_data;
+  row.step_is_double = e.step_is_double;
+  row.step_on_host = e.step_on_host;
   fill(row, e, true);
-  rows_.push_back(row);
-  return rows_.back();
-}
-
-void StepRows::run(bool one_by_one, int threads) const {
-  py::gil_scoped_release release;
-  if (one_by_one) {
-    for (const Row& row : rows_) cpu_step(&row, 1, threads);
-  } else {
-    cpu_step(rows_.data(), int64_t(rows_.size()), threads);
-  }
+  return row;
 }
 
 bool note_span(Entry& e) {

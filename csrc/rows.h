@@ -3,7 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <deque>
 #include <vector>
 
 #include "kernels.h"
@@ -13,14 +12,8 @@ namespace fa {
 
 namespace py = pybind11;
 
-// One group's hyper-parameters, in the order of Hyper in fused_accum/state.py.
-struct Hyper {
-  double lr, beta1, beta2, eps, weight_decay;
-  bool maximize, amsgrad;
-
-  explicit Hyper(py::tuple values);
-  StepScalars<double> scalars(double t, double scale, double coefficient) const;
-};
+// In the order of Hyper in fused_accum/state.py.
+Hyper hyper_from(py::tuple values);
 
 // One parameter's tensors as Python objects and as read.
 struct Entry {
@@ -28,7 +21,7 @@ struct Entry {
   TensorInfo p, g, a, m, v, v_max;
   int group = 0;
   void* step_data = nullptr;
-  bool step_is_double = false;
+  bool step_is_double = false, step_on_host = true;
   bool steps = false;    // takes part in the coming step
   bool aliased = false;  // grad is the buffer itself: its content, nothing still to be added
   const char *first = nullptr, *end = nullptr;  // the parameter's memory when it last took part in a step
@@ -40,24 +33,11 @@ struct Entry {
 // where all tensors have the same dense strides, else each by its own.
 void fill(Row& row, const Entry& entry, bool steps);
 
-// Takes the place of a per-parameter count of updates; false unless it is one float32 or float64 on the CPU.
+// Takes the place of a per-parameter count of updates; false unless it is one float32 or float64.
 bool read_step(Entry& entry, const TensorInfo& step);
 
-// Rows of one step; adding one counts its update.
-class StepRows {
- public:
-  StepRows(const std::vector<Hyper>& hypers, double scale, double coefficient, size_t expected);
-  const Row& add(const Entry& entry, bool has_accum, DType accum_dtype);
-  void run(bool one_by_one, int threads) const;  // without the GIL
-
- private:
-  const std::vector<Hyper>& hypers_;
-  const double scale_, coefficient_;
-  std::vector<Row> rows_;
-  int group_before_ = -1;
-  double t_before_ = 0;
-  std::deque<StepScalars<double>> scalars_;  // one for every change of group or t; they stay in place
-};
+// A row of an update.
+Row step_row(const Entry& entry, const Hyper& hyper, bool has_accum, DType accum_dtype);
 
 // Notes where the parameter lies now; returns whether it lay elsewhere, or nowhere, before.
 bool note_span(Entry& entry);
@@ -69,13 +49,15 @@ bool overlap(const std::vector<Entry>& entries);
 bool same_objects(py::list lists, py::list others);
 
 // The same kernels on lists of tensors, None where a row has none; no gradient is consumed, no counter bumped.
-// Throws std::invalid_argument for a tensor that cannot be read, before anything has changed.
-void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale, int threads);
 // accum[index[t]] += grad[t], see cpu_scatter_rows: both tensors of two contiguous dimensions; index: address of int64.
 void scatter_rows(py::object accum, uintptr_t index, py::object grad, int64_t skip, int threads);
+// Counts of updates may lie on the CPU. Throws std::invalid_argument for a tensor that cannot be read or does not lie
+// at `place`, before anything has changed.
+void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale,
+                      Executor& executor, Place place);
 void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,
                 py::list max_exp_avg_sqs, py::list steps, const std::vector<int>& groups,
                 const std::vector<Hyper>& hypers, const std::vector<int>& accum_dtypes, double scale,
-                double coefficient, int threads);
+                double coefficient, Executor& executor, Place place);
 
 }  // namespace fa

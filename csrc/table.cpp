@@ -8,6 +8,7 @@ namespace {
 // Attribute names, interned once.
 struct Names {
   PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+  PyObject* record_stream = PyUnicode_InternFromString("record_stream");
   PyObject* step = PyUnicode_InternFromString("step");
   PyObject* exp_avg = PyUnicode_InternFromString("exp_avg");
   PyObject* exp_avg_sq = PyUnicode_InternFromString("exp_avg_sq");
@@ -44,8 +45,8 @@ bool has_internal_overlap(const TensorInfo& t) {
 
 }  // namespace
 
-Table::Table(py::list params, std::vector<int> groups, py::object increment_version)
-    : entries_(params.size()), increment_version_(std::move(increment_version)) {
+Table::Table(py::list params, std::vector<int> groups, py::object increment_version, Place place)
+    : entries_(params.size()), increment_version_(std::move(increment_version)), place_(place) {
   for (size_t i = 0; i < entries_.size(); ++i) {
     entries_[i].param = params[i];
     entries_[i].group = groups.at(i);
@@ -67,7 +68,7 @@ bool Table::plain(PyObject* tensor) const {
 }
 
 bool Table::readable(const py::object& tensor, TensorInfo& info) const {
-  return plain(tensor.ptr()) && read_tensor(tensor.ptr(), info) && info.on_cpu;
+  return plain(tensor.ptr()) && read_tensor(tensor.ptr(), info) && info.place == place_;
 }
 
 // Whether a lazily negated tensor could look like t: torch makes those as views of every other element, so that one
@@ -125,29 +126,36 @@ std::pair<Py_ssize_t, Py_ssize_t> Table::collect(py::list accums, py::bytearray 
   return {found, kAllRight};
 }
 
-bool Table::step_row(size_t row, py::list accums, py::bytearray present, py::bytearray dtypes, py::dict state,
-                     const std::vector<Hyper>& hypers, int accum_dtype, double coefficient, int threads) {
+bool Table::step_one(size_t row, py::list accums, py::bytearray present, py::bytearray dtypes, py::dict state,
+                     const std::vector<Hyper>& hypers, int accum_dtype, double coefficient, Executor& executor,
+                     py::object stream) {
   Entry& e = entries_.at(row);
   char& held = bytes_of(present)[row];
   Py_ssize_t found = 0;
   if (!collect_row(e, PyList_GET_ITEM(accums.ptr(), Py_ssize_t(row)), held,
                    static_cast<DType>(bytes_of(dtypes)[row]), false, found)) return false;
   if (!found && !held) return true;
-  if (!read_state(e, item(state.ptr(), e.param.ptr()).ptr(), hypers.at(size_t(e.group)))) return false;
-  StepRows step(hypers, 1.0, coefficient, 1);
-  const bool amsgrad = step.add(e, held != 0, static_cast<DType>(accum_dtype)).amsgrad;
+  const Hyper& hyper = hypers.at(size_t(e.group));
+  PyObject* own = PyDict_GetItemWithError(state.ptr(), e.param.ptr());
+  if (!own && PyErr_Occurred()) throw py::error_already_set();
+  if (!read_state(e, own, hyper)) return false;
+  std::vector<Row> rows{step_row(e, hyper, held != 0, static_cast<DType>(accum_dtype))};
   py::list written;
   for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq}) written.append(*tensor);
-  if (amsgrad) written.append(e.max_exp_avg_sq);
+  if (hyper.amsgrad) written.append(e.max_exp_avg_sq);
   if (e.aliased) written.append(e.grad);
-  step.run(false, threads);
+  {
+    py::gil_scoped_release release;
+    executor.step(rows, hypers, 1.0, coefficient, false);
+  }
+  if (!stream.is_none() && e.has_grad()) record_stream(e, stream);
   if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
   e.grad = py::object();
   increment_version_(py::tuple(written));
   return true;
 }
 
-void Table::accumulate(py::bytearray present, double scale, int threads) {
+void Table::accumulate(py::bytearray present, double scale, Executor& executor, py::object stream) {
   std::vector<Row> rows;
   rows.reserve(entries_.size());
   for (size_t i = 0; i < entries_.size(); ++i) {
@@ -161,11 +169,12 @@ void Table::accumulate(py::bytearray present, double scale, int threads) {
   }
   {
     py::gil_scoped_release release;
-    cpu_accumulate(rows.data(), int64_t(rows.size()), scale, threads);
+    executor.accumulate(rows, scale);
   }
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (entries_[i].has_grad()) bytes_of(present)[i] = 1;
   }
+  record_gradients(stream);
   drop_gradients();  // nobody else sees the buffers: their version counters stay
 }
 
@@ -255,17 +264,18 @@ bool Table::parameters_overlap() {
 }
 
 void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale,
-                 double coefficient, int threads) {
-  StepRows step(hypers, scale, coefficient, entries_.size());
+                 double coefficient, Executor& executor, py::object stream) {
+  std::vector<Row> rows;
+  rows.reserve(entries_.size());
   // Without buffers, unless they are p.grad too (nobody else sees them), and counts, which no graph saves.
   std::vector<PyObject*> written;
   written.reserve(entries_.size() * 4);
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& e = entries_[i];
     if (!e.steps) continue;
-    const Row& row = step.add(e, bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype));
+    rows.push_back(step_row(e, hypers[size_t(e.group)], bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype)));
     for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq}) written.push_back(tensor->ptr());
-    if (row.amsgrad) written.push_back(e.max_exp_avg_sq.ptr());
+    if (rows.back().amsgrad) written.push_back(e.max_exp_avg_sq.ptr());
     if (e.aliased) written.push_back(e.grad.ptr());
   }
   py::tuple tensors(written.size());
@@ -273,10 +283,26 @@ void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int ac
     Py_INCREF(written[i]);
     PyTuple_SET_ITEM(tensors.ptr(), Py_ssize_t(i), written[i]);
   }
-  step.run(parameters_overlap(), threads);
+  const bool one_by_one = parameters_overlap();
+  {
+    py::gil_scoped_release release;
+    executor.step(rows, hypers, scale, coefficient, one_by_one);
+  }
   std::fill_n(bytes_of(present), entries_.size(), 0);
+  record_gradients(stream);
   drop_gradients();
   increment_version_(tensors);
+}
+
+void Table::record_stream(const Entry& e, const py::object& stream) {
+  checked(PyObject_CallMethodObjArgs(e.grad.ptr(), names().record_stream, stream.ptr(), nullptr));
+}
+
+void Table::record_gradients(const py::object& stream) {
+  if (stream.is_none()) return;
+  for (const Entry& e : entries_) {
+    if (e.has_grad()) record_stream(e, stream);
+  }
 }
 
 void Table::drop_gradients() {

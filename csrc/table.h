@@ -1,8 +1,8 @@
-// The launch table of one bucket of CPU parameters, kept between calls: one native call collects and validates the
+// The launch table of one bucket, parameters of one place, kept between calls: one native call collects and validates the
 // gradients of all rows, one more launches the kernels, clears what was consumed and bumps version counters.
 //
 // The table never raises for an unusual tensor: it stops before anything has changed and returns the row's number,
-// and Python (fused_accum/backends/cpu.py) repairs it or raises the error that names it.
+// and Python (fused_accum/backends/native.py) repairs it or raises the error that names it.
 #pragma once
 
 #include <utility>
@@ -17,8 +17,9 @@ class Table {
   static constexpr Py_ssize_t kAllRight = -1;
   static constexpr char kByGrad = 2;  // in `present`, as BY_GRAD in fused_accum/buckets.py
 
-  // params: list of tensors; groups: index of each into the hypers; increment_version: torch's function.
-  Table(py::list params, std::vector<int> groups, py::object increment_version);
+  // params: list of tensors; groups: index of each into the hypers; increment_version: torch's function;
+  // place: where the tensors are.
+  Table(py::list params, std::vector<int> groups, py::object increment_version, Place place);
 
   // Types whose instances are read directly, beside torch.Tensor and torch.nn.Parameter.
   void accept(py::object type);
@@ -29,20 +30,22 @@ class Table {
   // Returns (gradients found, row that needs attention or kAllRight).
   std::pair<Py_ssize_t, Py_ssize_t> collect(py::list accums, py::bytearray present, py::bytearray dtypes, bool buffers);
 
-  // (1) for what collect found; sets those p.grad to None.
-  void accumulate(py::bytearray present, double scale, int threads);
+  // (1) for what collect found; sets those p.grad to None. stream: the torch stream the kernels go to, which the
+  // allocator of the gradients is told of; None where there is none.
+  void accumulate(py::bytearray present, double scale, Executor& executor, py::object stream);
 
   // Reads the state of every row with a contribution. Returns the row that needs attention or kAllRight.
   Py_ssize_t prepare(py::dict state, const std::vector<Hyper>& hypers, py::bytearray present);
 
   // (2) to (6) for what collect and prepare found. accum_dtype: the sum's, for all but float64 parameters.
   void step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale, double coefficient,
-            int threads);
+            Executor& executor, py::object stream);
 
   // The whole way of one row alone: collect, prepare and step with scale 1. False, with nothing changed but flags in
   // `present`, where the row needs attention.
-  bool step_row(size_t row, py::list accums, py::bytearray present, py::bytearray dtypes, py::dict state,
-                const std::vector<Hyper>& hypers, int accum_dtype, double coefficient, int threads);
+  bool step_one(size_t row, py::list accums, py::bytearray present, py::bytearray dtypes, py::dict state,
+                const std::vector<Hyper>& hypers, int accum_dtype, double coefficient, Executor& executor,
+                py::object stream);
 
   void drop_gradients();
   void release();
@@ -54,10 +57,13 @@ class Table {
   bool usable_gradient(const Entry& entry) const;
   bool read_state(Entry& entry, PyObject* state, const Hyper& hyper) const;
   bool parameters_overlap();
+  static void record_stream(const Entry& entry, const py::object& stream);
+  void record_gradients(const py::object& stream);
 
   std::vector<Entry> entries_;
   std::vector<py::object> accepted_;
   py::object increment_version_;
+  const Place place_;
   bool overlap_ = false;
 };
 

@@ -34,7 +34,7 @@ struct ExchangeApi {
   int (*tensor_from_object)(void* object, DLTensor* out);
 };
 constexpr uint8_t kFloat = 2, kBfloat = 4;
-constexpr int32_t kCpu = 1;
+constexpr int32_t kCuda = 2;
 
 const ExchangeApi* api = nullptr;
 
@@ -55,7 +55,7 @@ bool read_by_exchange(PyObject* tensor, TensorInfo& info) {
   info.ndim = t.ndim;
   info.sizes = t.shape;
   info.strides = t.strides;
-  info.on_cpu = t.device.device_type == kCpu;
+  info.place = {t.device.device_type, t.device.device_id};
   return true;
 }
 
@@ -93,9 +93,11 @@ bool read_by_attributes(PyObject* tensor, TensorInfo& info) {
   Ref strides(PyObject_CallMethod(tensor, "stride", nullptr));
   Ref data(PyObject_CallMethod(tensor, "data_ptr", nullptr));
   Ref on_cpu(PyObject_GetAttrString(tensor, "is_cpu"));
+  Ref on_cuda(PyObject_GetAttrString(tensor, "is_cuda"));
+  Ref index(PyObject_CallMethod(tensor, "get_device", nullptr));
   const char* text = name ? PyUnicode_AsUTF8(name.get()) : nullptr;
   std::vector<int64_t> size_list, stride_list;
-  const bool read = text && data && on_cpu && append_integers(sizes.get(), size_list) &&
+  const bool read = text && data && on_cpu && on_cuda && index && append_integers(sizes.get(), size_list) &&
                     append_integers(strides.get(), stride_list);
   if (!read) return PyErr_Clear(), false;
   if (!std::strcmp(text, "torch.float32")) info.dtype = DType::f32;
@@ -107,7 +109,9 @@ bool read_by_attributes(PyObject* tensor, TensorInfo& info) {
   info.ndim = static_cast<int>(size_list.size());
   info.sizes = kept(std::move(size_list));
   info.strides = kept(std::move(stride_list));
-  info.on_cpu = on_cpu.get() == Py_True;
+  info.place = Place();
+  if (on_cpu.get() == Py_True) info.place = kCpu;
+  if (on_cuda.get() == Py_True) info.place = {kCuda, int32_t(PyLong_AsLong(index.get()))};
   return true;
 }
 

@@ -9,11 +9,19 @@
 
 namespace fa {
 
+// Where a tensor lies, as DLPack names it: type 1 is the CPU, 2 CUDA; 0 is none of them.
+struct Place {
+  int32_t type = 0, index = 0;
+
+  bool operator==(const Place& other) const { return type == other.type && index == other.index; }
+};
+constexpr Place kCpu{1, 0};
+
 struct TensorInfo {
   void* data = nullptr;
   DType dtype = DType::f32;
   int ndim = 0;
-  bool on_cpu = false;
+  Place place;
   const int64_t* sizes = nullptr;    // these live as long as the tensor, unresized
   const int64_t* strides = nullptr;  // in elements
   int64_t numel = 0;

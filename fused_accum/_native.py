@@ -1,4 +1,4 @@
-"""The native module fused_accum._C, or why there is none. Imports nothing of torch."""
+"""The native modules fused_accum._C and fused_accum._C_cuda, or why there is none. Imports nothing of torch."""
 
 from __future__ import annotations
 
@@ -11,29 +11,33 @@ from types import ModuleType
 from typing import Any
 
 _REINSTALL = "then install fused_accum again (pip install --force-reinstall --no-deps --no-cache-dir ...)"
+_NOTES = {  # from setup.py, when it could not compile; and what is needed
+    "_C": ("_build_failure.json", "a C++17 compiler (Debian, Ubuntu: apt-get install g++)"),
+    "_C_cuda": ("_cuda_build_failure.json", "nvcc on PATH (pip: nvidia-cuda-nvcc and nvidia-cuda-runtime)"),
+}
 
 
 @cache
-def load() -> tuple[ModuleType | None, str]:
+def load(name: str = "_C") -> tuple[ModuleType | None, str]:
     """The module and "", or None and a sentence or two: what is missing and how to add it."""
+    full = f"fused_accum.{name}"
     try:
-        return importlib.import_module("fused_accum._C"), ""
+        return importlib.import_module(full), ""
     except ImportError as error:
         failure = error
     if not isinstance(failure, ModuleNotFoundError):
         return None, (
-            f"fused_accum._C is installed but does not load ({failure}); "
+            f"{full} is installed but does not load ({failure}); "
             f"check that it was built for this Python and C++ runtime, {_REINSTALL}"
         )
-    path = Path(__file__).with_name("_build_failure.json")  # from setup.py, when it could not compile
+    note_name, needed = _NOTES[name]
+    path = Path(__file__).with_name(note_name)
     try:
         note = json.loads(path.read_text())
     except FileNotFoundError:
-        return None, (
-            f"fused_accum._C was not built; have a C++17 compiler (Debian, Ubuntu: apt-get install g++), {_REINSTALL}"
-        )
+        return None, f"{full} was not built; have {needed}, {_REINSTALL}"
     more = f" (all of it: {path})" if note["output"] else ""
-    return None, f"fused_accum._C was not built: {note['reason']}{more}; {note['remedy']}, {_REINSTALL}"
+    return None, f"{full} was not built: {note['reason']}{more}; {note['remedy']}, {_REINSTALL}"
 
 
 def same_objects(lists: list[list[Any]], others: list[list[Any]]) -> bool:

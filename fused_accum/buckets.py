@@ -106,7 +106,7 @@ class Bucket:
             p = self.params[i]
             if self.grads[i] is None:
                 self.check(i, None)
-            complete(state[p], p, groups[self.groups[i]], self.options)
+            self.complete(state[p], p, groups[self.groups[i]], self.options)
             for spec in MOMENTS:
                 if spec.name in state[p]:
                     checks.check_state(self.name_of(p), spec.name, p, state[p][spec.name])
@@ -140,6 +140,10 @@ class Bucket:
         """The buffers of all rows with a contribution have been read and zeroed."""
         self.stale[:] = bytes(map(gt, self.stale, self.present))
         self.present[:] = bytes(len(self.params))
+
+    def complete(self, state: dict[str, Any], p: Tensor, group: dict[str, Any], options: Options) -> None:
+        """Add to ``state`` what an update of ``p`` needs and ``state`` lacks."""
+        complete(state, p, group, options)
 
     def contributing(self) -> list[int]:
         return [i for i, g in enumerate(self.grads) if g is not None or self.present[i]]

@@ -15,6 +15,12 @@ def _why_not(name: str, device: str) -> str | None:
 
 
 WORKING = [pair for pair in PAIRS if _why_not(*pair) is None]
+# Those with kernels of their own, which must give the bits of backend "cpu".
+KERNEL_PAIRS = [
+    pytest.param(pair, id="-".join(pair).removesuffix("-cpu"), marks=[pytest.mark.gpu] if pair[1] == "cuda" else [])
+    for pair in WORKING
+    if pair[0] not in ("cpu", "reference")
+] or [pytest.param(None, marks=pytest.mark.skip(reason="neither cuda nor triton works here"))]
 
 
 @pytest.fixture(params=WORKING, ids=lambda pair: f"{pair[0]}-{pair[1]}" if pair[1] != "cpu" else pair[0])

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kernel_tests
 import pytest
 import torch
 
@@ -31,36 +32,6 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 # ---- in the interpreter ----------------------------------------------------------------------------------
 
-# Tests of all backends that reach every kernel and every way to it. All there are, which takes long (tests/ on
-# PYTHONPATH): TRITON_INTERPRET=1 python -m pytest -p triton_interpreter -k "[triton"
-SHARED = (
-    "buffers_hold_the_scaled_sum",
-    "first_contribution_does_not_read_the_buffer",
-    "nan_and_inf_arrive_in_the_buffer",
-    "gradient_that_is_a_view_of_another_tensor_is_not_written",
-    "conjugate_and_negative_views_are_read_as_they_look",
-    "scale_and_weight_may_be_tensors",
-    "empty_tensor_in_every_position",
-    "conversions_at_the_edges",
-    "storing_rounds_to_nearest_even",
-    "bf16_buffer_rounds_to_nearest_even_at_every_add",
-    "mixed_dtypes_in_one_group",
-    "gradient_dtype_may_change_within_a_window",
-    "buffer_after_a_cast_between_windows",
-    "many_dimensions",
-    "moments_and_buffer_show_the_parameters_shape",
-    "parameters_that_share_storage_are_updated_one_after_the_other",
-    "neighbours_in_one_storage_do_not_touch_each_other",
-    "data_swapped",
-    "parameter_changes_layout_between_windows",
-    "step_with_the_last_microbatch_equals_accumulate_then_step",
-    "step_per_parameter",
-    "groups_have_their_own_hyperparameters",
-    "amsgrad_switched_on_and_off",
-    "inference_mode",
-    "versions_are_bumped",
-)
-
 
 def interpret(*arguments: str) -> None:
     common = ("-m", "pytest", "-q", "-x", "-p", "triton_interpreter", "-p", "no:cacheprovider")
@@ -71,14 +42,17 @@ def interpret(*arguments: str) -> None:
 
 
 def test_bits_in_the_interpreter_are_those_of_the_cpu():
+    interpret("test_bits.py")
+
+
+def test_indices_in_the_interpreter():
     interpret("triton_interpreted.py")
 
 
 def test_kernel_tests_in_the_interpreter():
-    texts = {path.name: path.read_text() for path in TESTS.glob("test_*.py")}
-    found = {name: [file for file, text in texts.items() if f"def test_{name}(" in text] for name in SHARED}
-    assert all(found.values()), f"renamed? {[name for name, files in found.items() if not files]}"
-    interpret("-k", "[triton", *[f"{file}::test_{name}" for name, files in found.items() for file in files])
+    """Those of all backends. All there are, which takes long (tests/ on PYTHONPATH): TRITON_INTERPRET=1 python -m
+    pytest -p triton_interpreter -k "[triton"."""
+    interpret("-k", "[triton", *kernel_tests.found())
 
 
 def test_the_interpreter_is_used_only_when_asked_for():

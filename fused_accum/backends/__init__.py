@@ -13,6 +13,7 @@ from .base import Backend, Rows
 __all__ = ["Backend", "Rows", "choose", "registry", "select"]
 
 _MODULES = {
+    "cuda": ".cuda",
     "triton": ".triton",
     "cpu": ".cpu",
     "reference": ".reference",

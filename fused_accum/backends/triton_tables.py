@@ -41,6 +41,35 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
+def power(beta: float, t: float) -> float:
+    """``beta**t`` for a count ``t``, operation by operation as csrc/adamw_math.h has it."""
+
+    def exact(x: float, y: float) -> tuple[float, float]:
+        """x*y as an unevaluated sum of two floats (Dekker's product; the native code has fma)."""
+        high = x * y
+        (x1, x2), (y1, y2) = halves(x), halves(y)
+        return high, x2 * y2 - (((high - x1 * y1) - x2 * y1) - x1 * y2)
+
+    def halves(x: float) -> tuple[float, float]:
+        big = 134217729.0 * x
+        upper = big - (big - x)
+        return upper, x - upper
+
+    def product(x: tuple[float, float], y: tuple[float, float]) -> tuple[float, float]:
+        high, low = exact(x[0], y[0])
+        low += x[0] * y[1] + x[1] * y[0]
+        total = high + low
+        return total, low - (total - high)
+
+    result, square, n = (1.0, 0.0), (beta, 0.0), int(t)
+    while n:
+        if n & 1:
+            result = product(result, square)
+        square = product(square, square)
+        n >>= 1
+    return result[0]
+
+
 def step_scalars(hyper: Hyper, t: float, scale: float, coefficient: float) -> list[float]:
     """struct StepScalars of csrc/adamw_math.h: what an update needs that no element changes, in float64."""
     return [
@@ -51,8 +80,8 @@ def step_scalars(hyper: Hyper, t: float, scale: float, coefficient: float) -> li
         -hyper.beta1,
         hyper.beta2,
         1 - hyper.beta2,
-        -hyper.lr / (1 - hyper.beta1**t),
-        1 / math.sqrt(1 - hyper.beta2**t),
+        -hyper.lr / (1 - power(hyper.beta1, t)),
+        1 / math.sqrt(1 - power(hyper.beta2, t)),
         hyper.eps,
     ]
 

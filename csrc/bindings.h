@@ -1,0 +1,40 @@
+// What the native modules have in common for Python: tables, and the kernels as functions on lists of tensors.
+// Classes are local to their module, of which there may be several in a process.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "kernels.h"
+#include "table.h"
+#include "tensor_info.h"
+
+namespace py = pybind11;
+
+namespace fa {
+
+inline void bind_tables(py::module_& m) {
+  m.def("set_tensor_class", [](py::object cls) { set_tensor_class(cls.ptr()); });
+  m.def("has_exchange_api", &has_exchange_api);
+
+  py::class_<Place>(m, "Place", py::module_local())
+      .def(py::init([](int type, int index) { return Place{type, index}; }), py::arg("type"), py::arg("index"));
+  py::class_<Hyper>(m, "Hyper", py::module_local()).def(py::init(&hyper_from));
+  py::class_<Executor>(m, "Executor", py::module_local());
+
+  py::class_<Table>(m, "Table", py::module_local())
+      .def(py::init<py::list, std::vector<int>, py::object, Place>())
+      .def("accept", &Table::accept)
+      .def("collect", &Table::collect)
+      .def("accumulate", &Table::accumulate)
+      .def("prepare", &Table::prepare)
+      .def("step", &Table::step)
+      .def("step_row", &Table::step_one)
+      .def("drop_gradients", &Table::drop_gradients)
+      .def("release", &Table::release);
+
+  m.def("accumulate_lists", &accumulate_lists);
+  m.def("step_lists", &step_lists);
+}
+
+}  // namespace fa

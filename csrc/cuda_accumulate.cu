@@ -1,0 +1,113 @@
+// CUDA kernels of one micro-batch. The math is in adamw_math.h; here are loops, loads and stores.
+//
+// A block works on one chunk of one row. Where all tensors of a row are aligned to 16 bytes, a thread moves 16 bytes
+// at a time, several loads before any arithmetic, so that they are under way together; what is left over, and rows
+// that are not aligned, go element by element.
+#include "cuda_access.h"
+
+namespace fa {
+namespace {
+
+// (1) on kCount elements in each of kPieces places that are `apart` elements from each other.
+template <class T, class G, class A, bool kAdd, int kCount, int kPieces>
+__device__ __forceinline__ void accumulate_pieces(const char* grad, char* accum, DType grad_dtype, DType accum_dtype,
+                                                  T scale, int apart) {
+  typename G::template Raw<kCount> g[kPieces];
+  typename A::template Raw<kCount> a[kPieces];
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) {
+    g[k] = G::template load<kCount>(G::at(const_cast<char*>(grad), k * apart, grad_dtype), grad_dtype);
+    if (kAdd) a[k] = A::template load<kCount>(A::at(accum, k * apart, accum_dtype), accum_dtype);
+  }
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) {
+    T x[kCount], sum[kCount];
+    G::template decode<T, kCount>(g[k], grad_dtype, x);
+    if (kAdd) A::template decode<T, kCount>(a[k], accum_dtype, sum);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      sum[j] = kAdd ? add_contribution(sum[j], scale, x[j]) : first_contribution(scale, x[j]);
+    }
+    A::template store<kCount>(A::at(accum, k * apart, accum_dtype), A::template encode<T, kCount>(sum, accum_dtype),
+                              accum_dtype);
+  }
+}
+
+template <class T> struct ScaleOf;
+template <> struct ScaleOf<float> {
+  template <class Table> static __device__ float of(const Table& table) { return table.scale_f32; }
+};
+template <> struct ScaleOf<double> {
+  template <class Table> static __device__ double of(const Table& table) { return table.scale; }
+};
+
+template <class T, class G, class A, bool kAdd, class Table>
+__global__ void __launch_bounds__(kThreads, 4) accumulate_rows(const __grid_constant__ Table table) {
+  const Part part = part_of_block(table);
+  char* const* data = table.data[part.row];
+  const DType grad_dtype = table.dtypes[kGrad], accum_dtype = table.dtypes[kAccum];
+  const char* grad = G::at(data[kGrad], part.start, grad_dtype);
+  char* accum = A::at(data[kAccum], part.start, accum_dtype);
+  const T scale = ScaleOf<T>::of(table);
+
+  constexpr int kCount = kWidestOf<G, A>;
+  constexpr int kPieces = int(kChunkElements) / kCount / kThreads > 2 ? 4 : 2;
+  const bool aligned = (reinterpret_cast<uintptr_t>(data[kGrad]) | reinterpret_cast<uintptr_t>(data[kAccum])) % 16 == 0;
+  const int thread = int(threadIdx.x);
+  const auto grad_at = [&](int i) { return G::at(const_cast<char*>(grad), i, grad_dtype); };
+  const auto accum_at = [&](int i) { return A::at(accum, i, accum_dtype); };
+  int done = 0;
+  if (aligned) {
+    constexpr int kTogether = kCount * kPieces * kThreads;
+#pragma unroll 1
+    for (; done + kTogether <= part.count; done += kTogether) {
+      const int i = done + thread * kCount;
+      accumulate_pieces<T, G, A, kAdd, kCount, kPieces>(grad_at(i), accum_at(i), grad_dtype, accum_dtype, scale,
+                                                        kCount * kThreads);
+    }
+    const int end = part.count / kCount * kCount;
+#pragma unroll 1
+    for (int i = done + thread * kCount; i < end; i += kCount * kThreads) {
+      accumulate_pieces<T, G, A, kAdd, kCount, 1>(grad_at(i), accum_at(i), grad_dtype, accum_dtype, scale, 0);
+    }
+    done = end;
+  }
+#pragma unroll 1
+  for (int i = done + thread; i < part.count; i += kThreads) {
+    accumulate_pieces<T, G, A, kAdd, 1, 1>(grad_at(i), accum_at(i), grad_dtype, accum_dtype, scale, 0);
+  }
+}
+
+// Calls f with the storages of gradient and buffer and the arithmetic's dtype.
+template <class F>
+bool with_sum_storages(DType grad, DType accum, F f) {
+  if (accum == DType::f64 && grad == DType::f64) return f(As<double>(), As<double>(), double()), true;
+  if (accum == DType::f64 || grad == DType::f64) return false;
+  if (accum == DType::f32 && grad == DType::f32) return f(As<float>(), As<float>(), float()), true;
+  if (accum == DType::f32 && grad == DType::bf16) return f(As<bf16>(), As<float>(), float()), true;
+  return f(AsLaunched(), AsLaunched(), float()), true;
+}
+
+}  // namespace
+
+bool can_accumulate(const KernelKey& key) {
+  return with_sum_storages(key.dtypes[kGrad], key.dtypes[kAccum], [](auto...) {});
+}
+
+void launch_accumulate(const KernelKey& key, const LargeTable& table, unsigned blocks, cudaStream_t stream) {
+  with_sum_storages(key.dtypes[kGrad], key.dtypes[kAccum], [&](auto g, auto a, auto wide) {
+    with_flag(key.has_accum, [&](auto add) {
+      using G = decltype(g);
+      using A = decltype(a);
+      using T = decltype(wide);
+      if constexpr (kCommon<G> && kCommon<A>) {
+        if (table.count <= SmallTable::kCapacity) {
+          return launch(&accumulate_rows<T, G, A, add.value, SmallTable>, SmallTable(table), blocks, stream);
+        }
+      }
+      launch(&accumulate_rows<T, G, A, add.value, LargeTable>, table, blocks, stream);
+    });
+  });
+}
+
+}  // namespace fa

@@ -1,0 +1,26 @@
+// fused_accum._C_cuda: what Python sees of the native code for CUDA. Imports where there is no driver.
+//
+// Built with FA_CUDA_EMULATION, the same sources run on CPU tensors as if they were on a device: DEVICE_TYPE is "cpu",
+// so that fused_accum/backends/cuda.py takes those, at Place(1, 0), under any device number and stream.
+#include "bindings.h"
+#include "cuda_launch.h"
+
+PYBIND11_MODULE(_C_cuda, m) {
+  m.doc() = "CUDA kernels of fused_accum; knows no torch.";
+  fa::bind_tables(m);
+  m.def("why_not", &fa::why_no_cuda, py::arg("device"));
+#if defined(FA_CUDA_EMULATION)
+  m.attr("DEVICE_TYPE") = "cpu";
+#else
+  m.attr("DEVICE_TYPE") = "cuda";
+#endif
+  m.attr("SLOT_BYTES") = sizeof(fa::ScalarSlot);
+  py::class_<fa::CudaExecutor, fa::Executor>(m, "Cuda", py::module_local())
+      .def(py::init([](int device, uint64_t stream, uint64_t slots, int64_t slot_count, uint64_t grad_scale,
+                       uint64_t found_inf) {
+             return std::make_unique<fa::CudaExecutor>(device, stream, slots, slot_count,
+                                                       fa::CudaExecutor::Factors{grad_scale, found_inf});
+           }),
+           py::arg("device"), py::arg("stream"), py::arg("slots") = 0, py::arg("slot_count") = 0,
+           py::arg("grad_scale") = 0, py::arg("found_inf") = 0);
+}

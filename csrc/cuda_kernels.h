@@ -1,0 +1,129 @@
+// What cuda_launch.cpp fills in and the kernels in cuda_*.cu run: tables of rows that go to a kernel by value.
+//
+// By value, because then there is nothing to upload, to keep alive or to order between streams, and a CUDA graph keeps
+// its own copy. 32764 bytes of parameters (CUDA 12.1, compute capability 7.0) hold 500 rows: one launch for the few
+// hundred tensors of a model, found in the constant cache by bisection. Calls of few rows (step in backward: one)
+// use the small table, since all of a kernel's parameters are copied at every launch.
+#pragma once
+
+#include <algorithm>
+#include <iterator>
+
+#include "cuda_port.h"
+#include "kernels.h"
+
+namespace fa {
+
+constexpr int kThreads = 256;            // of a block
+constexpr int64_t kChunkElements = 4096;  // of a block: 16 a thread
+constexpr int kParameterBytes = 32764;
+
+enum Tensor { kParam, kExpAvg, kExpAvgSq, kGrad, kAccum, kMaxExpAvgSq, kTensors };
+
+// Scalars of one row of an update, in the dtype of its arithmetic. Made by count_updates, read by the kernels of the
+// same step; the memory is the caller's.
+struct alignas(16) ScalarSlot {
+  unsigned char scalars[sizeof(StepScalars<double>)];
+  uint32_t skip;  // not 0: no update, the window is dropped
+};
+
+template <int kCapacity_>
+struct RowTable {
+  static constexpr int kCapacity = kCapacity_;
+
+  const ScalarSlot* slots = nullptr;  // of an update
+  double scale = 1;                   // of an accumulation
+  float scale_f32 = 1;
+  int count = 0;
+  DType dtypes[kTensors] = {};        // of all rows
+  DType accum_dtype = DType::f32;     // as Row::accum_dtype
+  unsigned first_block[kCapacity];    // of each row
+  int slot[kCapacity];                // its number in slots
+  int64_t numel[kCapacity];
+  char* data[kCapacity][kTensors];
+
+  RowTable() = default;
+  template <int kOther>
+  explicit RowTable(const RowTable<kOther>& other)  // of at most kCapacity rows
+      : slots(other.slots),
+        scale(other.scale),
+        scale_f32(other.scale_f32),
+        count(other.count),
+        accum_dtype(other.accum_dtype) {
+    std::copy(std::begin(other.dtypes), std::end(other.dtypes), dtypes);
+    std::copy_n(other.first_block, count, first_block);
+    std::copy_n(other.slot, count, slot);
+    std::copy_n(other.numel, count, numel);
+    std::copy_n(&other.data[0][0], count * kTensors, &data[0][0]);
+  }
+};
+using LargeTable = RowTable<511>;
+using SmallTable = RowTable<60>;
+static_assert(sizeof(LargeTable) <= kParameterBytes && sizeof(LargeTable) > kParameterBytes - 64);
+static_assert(sizeof(SmallTable) <= 4096);
+
+// One row whose tensors do not lie in one order, or of dtypes no other kernel knows.
+struct StridedRow {
+  static constexpr int kDims = 64;  // torch's limit
+
+  const ScalarSlot* slots = nullptr;
+  double scale = 1;
+  int slot = 0;
+  int ndim = 0;
+  DType dtypes[kTensors] = {};
+  DType accum_dtype = DType::f32;
+  bool has_grad = false, has_accum = false, amsgrad = false;
+  int64_t numel = 0;
+  int64_t sizes[kDims];
+  char* data[kTensors] = {};
+  int64_t strides[kTensors][kDims];
+};
+static_assert(sizeof(StridedRow) <= kParameterBytes);
+
+// Counts of updates, and what their scalars are made of.
+struct CountTable {
+  static constexpr int kCapacity = 1800;
+  static constexpr int kGroups = 32;
+
+  ScalarSlot* slots = nullptr;       // of the first row; the others' follow
+  double scale = 1, coefficient = 1;
+  const float* grad_scale = nullptr;  // what all gradients were multiplied by; null: 1
+  const float* found_inf = nullptr;   // not 0: no update; null: 0
+  int count = 0;
+  Hyper groups[kGroups];
+  void* step[kCapacity];             // on the device: counted there; on the host: the bits of the new count, a double
+  uint8_t group[kCapacity];
+  uint8_t kind[kCapacity];           // of enum CountKind
+};
+static_assert(sizeof(CountTable) <= kParameterBytes);
+enum CountKind : uint8_t { kStepIsDouble = 1, kStepOnHost = 2, kSlotIsDouble = 4 };
+
+// Which kernel a row needs; rows of equal keys go in one launch.
+struct KernelKey {
+  DType dtypes[kTensors] = {};
+  DType accum_dtype = DType::f32;
+  bool steps = false, has_grad = false, has_accum = false, amsgrad = false;
+
+  bool operator==(const KernelKey& o) const {
+    for (int i = 0; i < kTensors; ++i) {
+      if (dtypes[i] != o.dtypes[i]) return false;
+    }
+    return accum_dtype == o.accum_dtype && steps == o.steps && has_grad == o.has_grad && has_accum == o.has_accum &&
+           amsgrad == o.amsgrad;
+  }
+};
+
+// Whether there are kernels for tables of such rows; StridedRow takes every row.
+bool can_accumulate(const KernelKey& key);
+bool can_step(const KernelKey& key);
+
+// Launches on the current device. `blocks`: of all rows together.
+void launch_accumulate(const KernelKey& key, const LargeTable& table, unsigned blocks, cudaStream_t stream);
+void launch_step(const KernelKey& key, const LargeTable& table, unsigned blocks, cudaStream_t stream);
+void launch_strided(bool steps, const StridedRow& row, cudaStream_t stream);
+void launch_counts(const CountTable& table, cudaStream_t stream);
+
+// Why the kernels cannot run on the current device, as a CUDA error; cudaSuccess if they can.
+cudaError_t try_kernels();
+
+}  // namespace fa

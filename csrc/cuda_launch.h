@@ -1,0 +1,41 @@
+// Rows of a call to launches of CUDA kernels: by dtypes and flags, as many rows in one launch as a table holds.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda_kernels.h"
+
+namespace fa {
+
+// Runs rows on one device and stream, in order with what is in the stream; waits for nothing. The device that was
+// current is current again afterwards.
+class CudaExecutor : public Executor {
+ public:
+  // What a step reads from device memory, as addresses; 0: nothing.
+  struct Factors {
+    uint64_t grad_scale = 0;  // float32: what all gradients were multiplied by
+    uint64_t found_inf = 0;   // float32: not 0: no update, the window is dropped
+  };
+
+  // slots: device memory for the ScalarSlot of every row of a step, which no other stream uses at the same time.
+  CudaExecutor(int device, uint64_t stream, uint64_t slots, int64_t slot_count, Factors factors);
+
+  void accumulate(const std::vector<Row>& rows, double scale) override;
+  void step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
+            bool one_by_one) override;
+
+ private:
+  const int device_;
+  const cudaStream_t stream_;
+  ScalarSlot* const slots_;
+  const int64_t slot_count_;
+  const Factors factors_;
+};
+
+// "" where the kernels run on `device` of this machine, else what CUDA says, and its versions.
+std::string why_no_cuda(int device);
+
+}  // namespace fa

@@ -1,0 +1,190 @@
+// CUDA kernels of an update, for rows whose tensors lie in one order; see cuda_accumulate.cu.
+#include <initializer_list>
+
+#include "cuda_access.h"
+
+namespace fa {
+namespace {
+
+// Where a thread is in the tensors of a row, and how they are stored; P: parameter and gradient, A: buffer, S: state.
+// The pointers move on, so that none but the present ones take registers.
+template <class P_, class A_, class S_>
+struct Places {
+  using P = P_;
+  using A = A_;
+  using S = S_;
+  char *param, *grad, *accum, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+  const DType* dtypes;
+
+  __device__ __forceinline__ Places(char* const* data, const DType* dtypes_, int64_t element)
+      : param(data[kParam]),
+        grad(data[kGrad]),
+        accum(data[kAccum]),
+        exp_avg(data[kExpAvg]),
+        exp_avg_sq(data[kExpAvgSq]),
+        max_exp_avg_sq(data[kMaxExpAvgSq]),
+        dtypes(dtypes_) {
+    advance(element);
+  }
+
+  __device__ __forceinline__ void advance(int64_t elements) {
+    param = P::at(param, elements, dtypes[kParam]);
+    grad = P::at(grad, elements, dtypes[kGrad]);
+    accum = A::at(accum, elements, dtypes[kAccum]);
+    exp_avg = S::at(exp_avg, elements, dtypes[kExpAvg]);
+    exp_avg_sq = S::at(exp_avg_sq, elements, dtypes[kExpAvgSq]);
+    max_exp_avg_sq = S::at(max_exp_avg_sq, elements, dtypes[kMaxExpAvgSq]);
+  }
+};
+
+template <int kCount, class A>
+__device__ __forceinline__ void clear(char* to, DType dtype) {
+  const float zeros[kCount] = {};
+  A::template store<kCount>(to, A::template encode<float, kCount>(zeros, dtype), dtype);
+}
+
+// (2) to (6) on kCount elements.
+template <class T, bool kHasGrad, bool kHasAccum, bool kAmsgrad, int kCount, class Where>
+__device__ __forceinline__ void step_piece(const Where& at, DType sum_dtype, const StepScalars<T>& s) {
+  using P = typename Where::P;
+  using A = typename Where::A;
+  using S = typename Where::S;
+  typename A::template Raw<kCount> raw_a;
+  typename P::template Raw<kCount> raw_g, raw_p;
+  typename S::template Raw<kCount> raw_m, raw_v, raw_v_max;
+  if (kHasAccum) raw_a = A::template load<kCount>(at.accum, at.dtypes[kAccum]);
+  if (kHasGrad) raw_g = P::template load<kCount>(at.grad, at.dtypes[kGrad]);
+  raw_p = P::template load<kCount>(at.param, at.dtypes[kParam]);
+  raw_m = S::template load<kCount>(at.exp_avg, at.dtypes[kExpAvg]);
+  raw_v = S::template load<kCount>(at.exp_avg_sq, at.dtypes[kExpAvgSq]);
+  if (kAmsgrad) raw_v_max = S::template load<kCount>(at.max_exp_avg_sq, at.dtypes[kMaxExpAvgSq]);
+
+  T g[kCount], p[kCount], m[kCount], v[kCount], v_max[kCount];
+  if (kHasAccum) A::template decode<T, kCount>(raw_a, at.dtypes[kAccum], g);
+  if (kHasGrad) {
+    T x[kCount];
+    P::template decode<T, kCount>(raw_g, at.dtypes[kGrad], x);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      g[j] = kHasAccum ? add_contribution(g[j], s.scale, x[j]) : first_contribution(s.scale, x[j]);
+      g[j] = rounded_to(sum_dtype, g[j]);
+    }
+  }
+  P::template decode<T, kCount>(raw_p, at.dtypes[kParam], p);
+  S::template decode<T, kCount>(raw_m, at.dtypes[kExpAvg], m);
+  S::template decode<T, kCount>(raw_v, at.dtypes[kExpAvgSq], v);
+  if (kAmsgrad) S::template decode<T, kCount>(raw_v_max, at.dtypes[kMaxExpAvgSq], v_max);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    adamw_update<kAmsgrad>(p[j], m[j], v[j], v_max[j], window_gradient(g[j], s), s);
+  }
+  P::template store<kCount>(at.param, P::template encode<T, kCount>(p, at.dtypes[kParam]), at.dtypes[kParam]);
+  S::template store<kCount>(at.exp_avg, S::template encode<T, kCount>(m, at.dtypes[kExpAvg]), at.dtypes[kExpAvg]);
+  S::template store<kCount>(at.exp_avg_sq, S::template encode<T, kCount>(v, at.dtypes[kExpAvgSq]),
+                            at.dtypes[kExpAvgSq]);
+  if (kAmsgrad) {
+    S::template store<kCount>(at.max_exp_avg_sq, S::template encode<T, kCount>(v_max, at.dtypes[kMaxExpAvgSq]),
+                              at.dtypes[kMaxExpAvgSq]);
+  }
+  if (kHasAccum) clear<kCount, A>(at.accum, at.dtypes[kAccum]);
+}
+
+// An update that is dropped leaves its buffer zero.
+template <class A>
+__device__ __forceinline__ void clear_part(char* accum, DType dtype, int count) {
+#pragma unroll 1
+  for (int i = int(threadIdx.x); i < count; i += kThreads) clear<1, A>(A::at(accum, i, dtype), dtype);
+}
+
+// Blocks of a multiprocessor at least, which bounds a thread's registers: 64, 80 and 128 of 65536.
+template <class P, int kCount, bool kAmsgrad>
+constexpr int kBlocksOfStep = !kCommon<P> ? 2 : !kAmsgrad ? 4 : kCount == 8 ? 2 : 3;
+
+template <class T, class P, class A, class S, bool kHasGrad, bool kHasAccum, bool kAmsgrad, class Table>
+__global__ void __launch_bounds__(kThreads, kBlocksOfStep<P, kWidestOf<P, A, S>, kAmsgrad>) step_rows(const __grid_constant__ Table table) {
+  const Part part = part_of_block(table);
+  char* const* data = table.data[part.row];
+  const ScalarSlot& slot = table.slots[table.slot[part.row]];
+  if (global_load(&slot.skip)) {
+    if (kHasAccum) clear_part<A>(A::at(data[kAccum], part.start, table.dtypes[kAccum]), table.dtypes[kAccum], part.count);
+    return;
+  }
+  const StepScalars<T> s = load_scalars<T>(slot);
+  const DType sum_dtype = sizeof(T) == 8 ? DType::f64 : A::kWidest == 4 ? DType::f32 : table.accum_dtype;
+
+  constexpr int kCount = kWidestOf<P, A, S>;
+  uintptr_t places = 0;
+#pragma unroll
+  for (int k = 0; k < kTensors; ++k) places |= reinterpret_cast<uintptr_t>(data[k]);
+  const int thread = int(threadIdx.x);
+  const int end = places % 16 == 0 ? part.count / kCount * kCount : 0;
+  Places<P, A, S> at(data, table.dtypes, part.start + thread * kCount);
+#pragma unroll 1
+  for (int i = thread * kCount; i < end; i += kCount * kThreads) {
+    step_piece<T, kHasGrad, kHasAccum, kAmsgrad, kCount>(at, sum_dtype, s);
+    at.advance(kCount * kThreads);
+  }
+  Places<P, A, S> rest(data, table.dtypes, part.start + end + thread);
+#pragma unroll 1
+  for (int i = end + thread; i < part.count; i += kThreads) {
+    step_piece<T, kHasGrad, kHasAccum, kAmsgrad, 1>(rest, sum_dtype, s);
+    rest.advance(kThreads);
+  }
+}
+
+// Calls f with the storages of parameter and gradient, buffer, state and the arithmetic's dtype that fit `key`.
+template <class F>
+bool with_storages(const KernelKey& key, F f) {
+  const auto all = [&](DType dtype, std::initializer_list<Tensor> tensors) {
+    for (Tensor k : tensors) {
+      const bool used = k == kGrad ? key.has_grad : k == kAccum ? key.has_accum : k != kMaxExpAvgSq || key.amsgrad;
+      if (used && key.dtypes[k] != dtype) return false;
+    }
+    return true;
+  };
+  const auto plain = [&](DType storage, DType arithmetic) {
+    return all(storage, {kParam, kGrad}) && all(arithmetic, {kAccum, kExpAvg, kExpAvgSq, kMaxExpAvgSq}) &&
+           key.accum_dtype == arithmetic;
+  };
+  const auto none_is_double = [&] {
+    for (DType dtype : key.dtypes) {
+      if (dtype == DType::f64) return false;
+    }
+    return true;
+  };
+  if (plain(DType::f64, DType::f64)) return f(As<double>(), As<double>(), As<double>(), double()), true;
+  if (plain(DType::f32, DType::f32)) return f(As<float>(), As<float>(), As<float>(), float()), true;
+  if (plain(DType::bf16, DType::f32)) return f(As<bf16>(), As<float>(), As<float>(), float()), true;
+  if (none_is_double()) return f(AsLaunched(), AsLaunched(), AsLaunched(), float()), true;
+  return false;
+}
+
+}  // namespace
+
+bool can_step(const KernelKey& key) {
+  return with_storages(key, [](auto...) {});
+}
+
+void launch_step(const KernelKey& key, const LargeTable& table, unsigned blocks, cudaStream_t stream) {
+  with_storages(key, [&](auto p, auto a, auto s, auto wide) {
+    using P = decltype(p);
+    using A = decltype(a);
+    using S = decltype(s);
+    using T = decltype(wide);
+    with_flag(key.amsgrad, [&](auto amsgrad) {
+      const auto step = [&](auto grad, auto accum) {
+        if constexpr (kCommon<P>) {
+          if (table.count <= SmallTable::kCapacity) {
+            return launch(&step_rows<T, P, A, S, grad.value, accum.value, amsgrad.value, SmallTable>,
+                          SmallTable(table), blocks, stream);
+          }
+        }
+        launch(&step_rows<T, P, A, S, grad.value, accum.value, amsgrad.value, LargeTable>, table, blocks, stream);
+      };
+      if (!key.has_accum) step(std::true_type(), std::false_type());
+      else with_flag(key.has_grad, [&](auto grad) { step(grad, std::true_type()); });
+    });
+  });
+}
+
+}  // namespace fa

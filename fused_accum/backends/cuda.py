@@ -1,0 +1,117 @@
+"""The CUDA backend: csrc/cuda_*.cu through fused_accum._C_cuda, which is built where there is nvcc.
+
+Counts of updates (``state[p]["step"]``) live on the device, where the kernels count them and make what depends on
+them: a step never waits for the GPU, and one that is skipped there counts nothing. Counts from a checkpoint are moved
+there by the first step.
+
+A gradient may come from another stream, whose memory it goes back to when it is consumed, while our kernel may not
+have read it yet. So torch's allocator is told of every consumed gradient (``record_stream``; nothing happens where
+the streams are one). An event would not do: from a tensor it is not known which stream would have to wait for it.
+
+Tests run the same native code without a GPU: their module in place of fused_accum._C_cuda has DEVICE_TYPE "cpu".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from ..rows import Rows
+from ..state import Options
+from .base import Backend
+from .native import PLACE_TYPES, NativeBucket, accumulate_lists, adamw_lists
+
+_C, _MISSING = _native.load("_C_cuda")
+DEVICE_TYPE = "cuda"
+if _C is not None:
+    _C.set_tensor_class(torch.Tensor)
+    DEVICE_TYPE = _C.DEVICE_TYPE
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that kernels for ``device`` go to; None: the default one."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def executor(device: torch.device, slots: Tensor | None = None) -> Any:
+    """What runs rows on ``device``, on its current stream; ``slots``: memory for the scalars of a step's rows."""
+    stream = current_stream(device)
+    handle = 0 if stream is None else stream.cuda_stream
+    if slots is None:
+        return _C.Cuda(device.index or 0, handle)
+    if stream is not None:
+        slots.record_stream(stream)
+    return _C.Cuda(device.index or 0, handle, slots.data_ptr(), len(slots))
+
+
+def slots_for(rows: int, device: torch.device) -> Tensor:
+    return torch.empty(rows, _C.SLOT_BYTES, dtype=torch.uint8, device=device)
+
+
+class CudaBucket(NativeBucket):
+    module = _C
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.slots: Tensor | None = None
+
+    def stream(self) -> Any:
+        return current_stream(self.device)
+
+    def executor(self, steps: bool) -> Any:
+        if steps and self.slots is None:
+            with torch.inference_mode(False):
+                self.slots = slots_for(len(self.params), self.device)
+        return executor(self.device, self.slots if steps else None)
+
+    def complete(self, state: dict[str, Any], p: Tensor, group: dict[str, Any], options: Options) -> None:
+        super().complete(state, p, group, options)
+        with torch.inference_mode(False), torch.no_grad():
+            state["step"] = state["step"].to(self.device)
+
+
+@cache
+def _why_not(index: int) -> str | None:
+    return _C.why_not(index) or None
+
+
+class Cuda(Backend):
+    name = "cuda"
+    bucket_type = CudaBucket
+
+    def why_not(self, device: torch.device) -> str | None:
+        if _C is None:
+            return _MISSING
+        if device.type != DEVICE_TYPE:
+            return f"it updates {DEVICE_TYPE} tensors only, not {device.type} ones"
+        if device.type == "cuda" and torch.version.cuda is None:
+            return f"torch {torch.__version__} is not built for CUDA: install a torch that is"
+        return _why_not(device.index or 0)
+
+    def meant_for(self, device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def accumulate(
+        self, accums: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool], scale: float
+    ) -> None:
+        if accums:
+            device = accums[0].device
+            accumulate_lists(_C, executor(device), self._place(device), accums, grads, first, scale)
+
+    def adamw(self, rows: Rows) -> None:
+        if rows.params:
+            device = rows.params[0].device
+            slots = slots_for(len(rows.params), device)
+            adamw_lists(_C, executor(device, slots), self._place(device), rows)
+
+    @staticmethod
+    def _place(device: torch.device) -> Any:
+        return _C.Place(PLACE_TYPES[device.type], device.index or 0)
+
+
+BACKEND = Cuda()

@@ -1,0 +1,256 @@
+"""The CUDA kernels and their launcher on the emulator, for what other backends do not have. Run by
+test_cuda_emulated.py."""
+
+import cuda_emulated
+import pytest
+import torch
+from harness import copies, params_of, values
+from oracle import same_bits
+
+from fused_accum import FusedAccumAdamW
+from fused_accum.backends import cuda
+
+EMULATION = cuda_emulated.EMULATION
+CPU = torch.device("cpu")
+LARGE = 2**31 + 4096
+INVALID_DEVICE, ILLEGAL_ADDRESS = 101, 700
+
+
+@pytest.fixture
+def emulation():
+    EMULATION.reset()
+    yield EMULATION
+    EMULATION.reset()
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Makes kernels go to a device and stream of choice: CPU tensors have neither."""
+
+    def use(device, stream):
+        def executor(_, slots=None):
+            place = () if slots is None else (slots.data_ptr(), len(slots))
+            return cuda._C.Cuda(device, stream, *place)
+
+        monkeypatch.setattr(cuda, "executor", executor)
+
+    return use
+
+
+def parameters(*shapes, dtype=torch.float32):
+    return [torch.nn.Parameter(values(shape, dtype)) for shape in shapes]
+
+
+def window(opt, grads):
+    for k, micro in enumerate(grads):
+        for p, g in zip(params_of(opt), micro):
+            p.grad = g
+        opt.step(scale=0.5) if k == len(grads) - 1 else opt.accumulate(0.5)
+
+
+def gradients(params, count=3):
+    return [[values(p.shape, p.dtype) for p in params] for _ in range(count)]
+
+
+# -- devices and streams (reported case 26; 32 is in test_gpu.py) --------------------------------------------------
+
+
+def test_launches_go_to_the_tensors_device_and_stream(emulation, on_device):
+    stream = emulation.stream(2)
+    on_device(2, stream)
+    emulation.set_device(1)
+    params = parameters((5000,), (33,))
+    window(FusedAccumAdamW(params, backend="cuda"), gradients(params))
+    launches = emulation.launches()
+    assert {(launch.device, launch.stream) for launch in launches} == {(2, launches[0].stream)}
+    assert launches[0].stream != 0
+    assert emulation.device() == 1
+
+
+def test_streams_of_two_optimizers_do_not_mix(emulation, on_device):
+    for device in (0, 3):
+        on_device(device, emulation.stream(device))
+        params = parameters((100,))
+        window(FusedAccumAdamW(params, backend="cuda"), gradients(params))
+    used = [(launch.device, launch.stream) for launch in emulation.launches()]
+    assert len(set(used)) == 2
+    assert used == sorted(used)
+
+
+def test_a_stream_of_another_device_is_refused_as_cuda_does(emulation, on_device):
+    """That the emulator would notice a missing guard: nothing is launched on the current device instead."""
+    on_device(1, emulation.stream(2))
+    params = parameters((100,))
+    opt = FusedAccumAdamW(params, backend="cuda")
+    params[0].grad = torch.ones(100)
+    with pytest.raises(RuntimeError, match=r"cudaErrorInvalidResourceHandle \(invalid resource handle\) from cuda"):
+        opt.accumulate()
+    assert emulation.launches() == []
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [
+    ("cudaSetDevice", INVALID_DEVICE, r"cudaErrorInvalidDevice \(invalid device ordinal\) from cudaSetDevice\(device\)"),
+    ("cudaGetDevice", INVALID_DEVICE, r"cudaErrorInvalidDevice .* from cudaGetDevice\(&before_\)"),
+    ("launch", ILLEGAL_ADDRESS, r"cudaErrorIllegalAddress \(an illegal memory access was encountered\) from cudaGetLastError\(\)"),
+])  # fmt: skip
+def test_errors_throw_with_expression_and_place_and_the_device_is_restored(emulation, on_device, call, error, words):
+    on_device(2, emulation.stream(2))
+    params = parameters((5000,))
+    opt = FusedAccumAdamW(params, backend="cuda")
+    before = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    emulation.set_device(1)
+    emulation.fail(call, error)
+    with pytest.raises(RuntimeError, match=words + r".* at .*cuda_\w+\.(cpp|cu|h):\d+"):
+        opt.step()
+    assert emulation.device() == 1
+    assert all(same_bits(p, x) for p, x in zip(params, before))
+
+
+@pytest.mark.parametrize("after", range(3))
+def test_the_device_is_restored_after_an_error_in_any_launch_of_a_step(emulation, on_device, after):
+    """A count, and kernels for two sets of dtypes."""
+    on_device(3, emulation.stream(3))
+    params = parameters((50,)) + parameters((60,), dtype=torch.bfloat16)
+    opt = FusedAccumAdamW(params, backend="cuda")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    emulation.fail("launch", ILLEGAL_ADDRESS, after)
+    with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
+        opt.step()
+    assert emulation.device() == 0
+    assert len(emulation.launches()) == after
+
+
+# -- launches ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "kind", "launches"), [
+    (1, "RowTable<60>", 1), (60, "RowTable<60>", 1), (61, "RowTable<511>", 1), (511, "RowTable<511>", 1),
+    (1000, "RowTable<511>", 2),
+])  # fmt: skip
+def test_many_tensors_take_few_launches(emulation, count, kind, launches):
+    """Reported case 34: 1000 tensors of 64 elements."""
+    params = parameters(*[(64,)] * count)
+    opt = FusedAccumAdamW(params, backend="cuda")
+    for call in (opt.accumulate, opt.step):
+        for p in params:
+            p.grad = torch.ones(64)
+        emulation.launches()
+        call()
+        kinds = [launch.kind for launch in emulation.launches()]
+        assert kinds == ["CountTable"] * (call == opt.step) + [kind] * launches
+
+
+def test_results_do_not_depend_on_the_order_of_blocks_and_threads(emulation):
+    start = [p for dtype in (torch.float32, torch.bfloat16, torch.float64)
+             for p in parameters((9000,), (4097,), (40, 30), dtype=dtype)]  # fmt: skip
+    start.append(torch.nn.Parameter(values((70, 50)).t()))
+    grads = gradients(start)
+    grads[1][-1] = values((50, 140))[:, ::2]  # strided
+    ends = []
+    for seed in (0, 1, 2, 12345):
+        emulation.seed(seed)
+        params = copies(start)
+        opt = FusedAccumAdamW(params, backend="cuda", amsgrad=True)
+        window(opt, grads)
+        ends.append(params + [opt.state[p]["exp_avg_sq"] for p in params])
+    for end in ends[1:]:
+        assert all(same_bits(a, b) for a, b in zip(ends[0], end))
+
+
+def test_counts_on_the_device_are_those_of_the_host(emulation):
+    """Kernels count updates where torch keeps `step` on the device."""
+    start = parameters((50,)) + parameters((60,), dtype=torch.float64)
+    plan = [gradients(start, 2) for _ in range(4)]
+    ends = []
+    for on_device in (False, True):
+        emulation.steps_on_device(on_device)
+        params = copies(start)
+        opt = FusedAccumAdamW(params, backend="cuda", lr=0.1)
+        for grads in plan:
+            window(opt, grads)
+        ends.append([t for p in params for t in (p, opt.state[p]["step"], opt.state[p]["exp_avg_sq"])])
+    assert all(same_bits(a, b) for a, b in zip(*ends))
+    assert float(ends[1][1]) == 4
+
+
+# -- more than 2^31 elements (reported case 22), with memory that is recorded and not touched ----------------------
+
+
+SAMPLE = 97  # one in so many blocks runs, besides the first and the last
+
+
+def covered(launch):
+    """Elements that belong to the blocks that ran, of as many for every block."""
+    assert LARGE % launch.grid == 0
+    ran = [b for b in range(launch.grid) if b < 64 or b + 64 >= launch.grid or b % SAMPLE == 0]
+    return LARGE // launch.grid * len(ran)
+
+
+
+@pytest.fixture
+def large(emulation):
+    """A tensor of LARGE elements, of which only addresses are used: nothing is touched, so no memory is taken."""
+    tensors = []
+
+    def make(dtype):
+        tensors.append(torch.empty(LARGE, dtype=dtype))
+        return tensors[-1], emulation.phantom(tensors[-1])
+
+    emulation.sample_blocks(SAMPLE)
+    return make
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("first", [True, False], ids=["write", "add"])
+def test_accumulate_beyond_31_bits(emulation, large, dtype, first):
+    (accum, to), (grad, source) = large(torch.float32), large(dtype)
+    cuda.BACKEND.accumulate([accum], [grad], [first], 2.0)
+    (launch,) = emulation.launches()
+    count = covered(launch)
+    assert emulation.phantom_counts(to) == (0 if first else count, count, 0)
+    assert emulation.phantom_counts(source) == (count, 0, 0)
+    assert_ends_were_written(emulation, to)
+
+
+@pytest.mark.parametrize("way", ["gradient", "buffer", "both"])
+def test_step_beyond_31_bits(emulation, large, way):
+    from fused_accum.rows import Rows
+    from fused_accum.state import Hyper
+
+    (param, p), (exp_avg, m), (exp_avg_sq, v) = large(torch.bfloat16), large(torch.float32), large(torch.float32)
+    grad, g = large(torch.bfloat16) if way != "buffer" else (None, None)
+    accum, a = large(torch.float32) if way != "gradient" else (None, None)
+    cuda.BACKEND.adamw(Rows(
+        params=[param], grads=[grad], accums=[accum], present=[accum is not None], accum_dtypes=[torch.float32],
+        exp_avgs=[exp_avg], exp_avg_sqs=[exp_avg_sq], max_exp_avg_sqs=[None], steps=[torch.zeros(())], groups=[0],
+        hypers=[Hyper(0.1, 0.9, 0.999, 1e-8, 0.1, False, False)], scale=1.0, coefficient=1.0,
+    ))  # fmt: skip
+    _, launch = emulation.launches()
+    count = covered(launch)
+    for written in (p, m, v, *([a] if a is not None else [])):
+        assert emulation.phantom_counts(written) == (count, count, 0)
+        assert_ends_were_written(emulation, written)
+    if g is not None:
+        assert emulation.phantom_counts(g) == (count, 0, 0)
+
+
+def test_strided_rows_beyond_31_bits(emulation, large):
+    """A gradient of stride 2, in a row that has as many elements: places beyond 2^32, of which none wraps around."""
+    n = LARGE // 2
+    accum, to = large(torch.float32)
+    grad, source = large(torch.bfloat16)
+    cuda.BACKEND.accumulate([accum[:n]], [grad[::2]], [True], 1.0)
+    emulation.launches()
+    read, _, _ = emulation.phantom_counts(source)
+    _, written, again = emulation.phantom_counts(to)
+    assert read == written > n // SAMPLE
+    assert again == 0
+    assert_ends_were_written(emulation, to, n)
+
+
+def assert_ends_were_written(emulation, phantom, numel=LARGE):
+    for element in (0, numel - 1):
+        assert emulation.phantom_was_written(phantom, element)

@@ -1,0 +1,161 @@
+// Accesses: races between threads and between blocks, and memory that is recorded instead of touched.
+#include <array>
+#include <cstdlib>
+#include <memory>
+#include <sstream>
+#include <unordered_map>
+#include <vector>
+
+#include "cuda_emulation_control.h"
+#include "cuda_emulation_state.h"
+
+namespace cuda_emulation {
+
+bool watching = false;
+
+namespace {
+
+// One touch of a byte. Two in one launch are in order if one thread makes them or, in one block, a barrier lies between.
+struct Touch {
+  uint32_t launch = 0, block = 0, thread = 0, epoch = 0;
+};
+
+struct Byte {
+  Touch write, reads[2];  // the last reads of two different threads
+};
+
+constexpr size_t kPage = 4096;
+using Page = std::array<Byte, kPage>;
+
+struct Phantom {
+  uintptr_t begin, end;
+  size_t element;
+  std::vector<uint64_t> written, read;  // a bit for every element
+  uint64_t written_again = 0;
+};
+
+struct Recorder {
+  bool races = false;
+  std::string kernel;
+  uint32_t launch = 0;
+  uint32_t epoch = 0;  // of the running block; one more at every barrier
+  std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
+  std::vector<Phantom> phantoms;
+} recorder;
+
+Byte& byte_at(uintptr_t address) {
+  std::unique_ptr<Page>& page = recorder.pages[address / kPage];
+  if (!page) page = std::make_unique<Page>();
+  return (*page)[address % kPage];
+}
+
+bool collide(const Touch& before, const Touch& now) {
+  if (before.launch != now.launch) return false;
+  return before.block != now.block || (before.thread != now.thread && before.epoch == now.epoch);
+}
+
+std::string report(uintptr_t address, const char* first, const Touch& before, const char* second,
+                   const Touch& now) {
+  std::ostringstream text;
+  text << "race in a kernel of " << recorder.kernel << ": memory at 0x" << std::hex << address << std::dec << " is " << first
+       << " by thread " << before.thread << " of block " << before.block << " and " << second << " by thread "
+       << now.thread << " of block " << now.block << ", and nothing orders them";
+  return text.str();
+}
+
+void check_races(uintptr_t address, size_t bytes, Access access) {
+  const Touch now{recorder.launch, blockIdx.x, threadIdx.x, recorder.epoch};
+  for (uintptr_t at = address; at < address + bytes; ++at) {
+    Byte& byte = byte_at(at);
+    if (access == Access::read) {
+      if (collide(byte.write, now)) fail(report(at, "written", byte.write, "read", now));
+      if (collide(byte.reads[0], now)) byte.reads[1] = byte.reads[0];
+      byte.reads[0] = now;
+      continue;
+    }
+    if (collide(byte.write, now)) fail(report(at, "written", byte.write, "written", now));
+    for (const Touch& read : byte.reads) {
+      if (collide(read, now)) fail(report(at, "read", read, "written", now));
+    }
+    byte.write = now;
+  }
+}
+
+// False where [address, address + bytes) is not in the phantom.
+bool note_phantom(Phantom& phantom, uintptr_t address, size_t bytes, Access access) {
+  if (address >= phantom.end || address + bytes <= phantom.begin) return false;
+  if (address < phantom.begin || address + bytes > phantom.end) fail("an access that leaves a recorded memory");
+  const uint64_t first = (address - phantom.begin) / phantom.element;
+  const uint64_t last = (address + bytes - 1 - phantom.begin) / phantom.element;
+  std::vector<uint64_t>& seen = access == Access::read ? phantom.read : phantom.written;
+  for (uint64_t i = first; i <= last; ++i) {
+    uint64_t& word = seen[i / 64];
+    const uint64_t bit = uint64_t(1) << i % 64;
+    if (access != Access::read && word & bit) ++phantom.written_again;
+    word |= bit;
+  }
+  return true;
+}
+
+void decide_whether_to_watch() { watching = recorder.races || !recorder.phantoms.empty(); }
+
+}  // namespace
+
+bool note(const void* pointer, size_t bytes, Access access) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
+  for (Phantom& phantom : recorder.phantoms) {
+    if (note_phantom(phantom, address, bytes, access)) return false;
+  }
+  if (recorder.races) check_races(address, bytes, access);
+  return true;
+}
+
+void launch_begins(const char* kernel) {
+  recorder.kernel = kernel;
+  ++recorder.launch;
+}
+
+void block_begins() { ++recorder.epoch; }
+void block_barrier_passed() { ++recorder.epoch; }
+
+void memory_is_new(const void* address, size_t bytes) {
+  if (!recorder.races) return;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
+  for (uintptr_t at = begin; at < begin + bytes; ++at) byte_at(at) = Byte();
+}
+
+}  // namespace cuda_emulation
+
+// ---- for tests ---------------------------------------------------------------------------------------------------
+
+using namespace cuda_emulation;
+
+void fa_emulation_check_races(int on) {
+  recorder.races = on != 0;
+  recorder.pages.clear();
+  decide_whether_to_watch();
+}
+
+int fa_emulation_add_phantom(uint64_t address, uint64_t bytes, uint64_t element) {
+  const std::vector<uint64_t> none((bytes / element + 63) / 64);
+  recorder.phantoms.push_back({uintptr_t(address), uintptr_t(address + bytes), size_t(element), none, none});
+  decide_whether_to_watch();
+  return int(recorder.phantoms.size()) - 1;
+}
+
+uint64_t fa_emulation_phantom_count(int which, int kind) {
+  const Phantom& phantom = recorder.phantoms.at(size_t(which));
+  if (kind == 2) return phantom.written_again;
+  uint64_t count = 0;
+  for (uint64_t word : kind == 0 ? phantom.read : phantom.written) count += uint64_t(__builtin_popcountll(word));
+  return count;
+}
+
+int fa_emulation_phantom_was_written(int which, uint64_t element) {
+  return int(recorder.phantoms.at(size_t(which)).written.at(element / 64) >> element % 64 & 1);
+}
+
+void fa_emulation_clear_phantoms() {
+  recorder.phantoms.clear();
+  decide_whether_to_watch();
+}
