@@ -4,10 +4,17 @@
 
 namespace fa {
 
-Hyper hyper_from(py::handle tuple) {
+Hyper hyper_from(py::handle tuple, uint64_t device_lr, bool device_lr_is_double) {
   auto at = [&](int i) { return tuple.attr("__getitem__")(i); };
-  return {at(0).cast<double>(), at(1).cast<double>(), at(2).cast<double>(), at(3).cast<double>(),
-          at(4).cast<double>(), at(5).cast<bool>(),   at(6).cast<bool>()};
+  return {device_lr ? 0.0 : at(0).cast<double>(),
+          at(1).cast<double>(),
+          at(2).cast<double>(),
+          at(3).cast<double>(),
+          at(4).cast<double>(),
+          at(5).cast<bool>(),
+          at(6).cast<bool>(),
+          reinterpret_cast<const void*>(device_lr),
+          device_lr_is_double};
 }
 
 void fill(Row& row, const Entry& e, bool steps) {

@@ -62,6 +62,7 @@ class Bucket:
         self.dtypes = bytearray(len(self.params))
         self.present = bytearray(len(self.params))
         self.grads: list[Tensor | None] | None = None
+        self.factors: tuple[Tensor | None, Tensor | None] = (None, None)
 
     # -- the way of a gradient ------------------------------------------------------------------------------
 
@@ -113,6 +114,11 @@ class Bucket:
         """Add to ``state`` what an update of ``p`` needs and ``state`` lacks."""
         complete(state, p, group, options)
 
+    def reads_factors(self, grad_scale: Tensor | None, found_inf: Tensor) -> bool:
+        """Whether ``step`` heeds these factors of a GradScaler where they lie, without the host knowing them: set as
+        ``factors``, gradients are divided by ``grad_scale``, and ``found_inf`` not 0 drops them, counting nothing."""
+        return False
+
     def contributing(self) -> list[int]:
         return [i for i, g in enumerate(self.grads) if g is not None or self.present[i]]
 
@@ -124,8 +130,9 @@ class Bucket:
         self.release()
 
     def release(self) -> None:
-        """Forget what ``collect`` found."""
+        """Forget what ``collect`` found, and the coming step's factors."""
         self.grads = None
+        self.factors = (None, None)
 
     # -- pieces ---------------------------------------------------------------------------------------------
 

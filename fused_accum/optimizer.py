@@ -193,13 +193,14 @@ class FusedAccumAdamW(torch.optim.AdamW):
     def _end_window(self, scale: float, weight: float | None) -> str | None:
         """The pipeline of a step: collect, coefficient, update, clear. Returns what to warn of."""
         run = self._run
-        inverse_grad_scale, found_inf = self._amp_factors()
+        amp = self._amp_tensors()
         if _factor(scale, weight) == 0:
             self._take_microbatch(scale, weight)
         buckets, found = run.collect(self.param_groups, buffers=False)
         try:
             if found:
                 run.window.refuse_mixing(weight)
+            inverse_grad_scale, found_inf = _amp_factors(amp, buckets)
             total = run.window.total_weight(weight if found else None)
             if found_inf or (total == 0 and run.window.microbatches):
                 return self._abandon_window(buckets, found_inf)
@@ -241,10 +242,10 @@ class FusedAccumAdamW(torch.optim.AdamW):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self._run.amp_requested = bool(value)
 
-    def _amp_factors(self) -> tuple[float, bool]:
-        """(1 / grad_scale, found_inf) as GradScaler has set them on the optimizer; it deletes them itself."""
+    def _amp_tensors(self) -> tuple[Any, Any] | None:
+        """``grad_scale`` and ``found_inf`` as GradScaler has set them on the optimizer; it deletes them itself."""
         if not hasattr(self, "found_inf"):
-            return 1.0, False
+            return None
         if self._run.window.microbatches:
             del self.found_inf, self.grad_scale
             raise RuntimeError(
@@ -253,8 +254,7 @@ class FusedAccumAdamW(torch.optim.AdamW):
                 "Accumulate into p.grad instead (accumulate_in_backward(), or plain backward() calls without "
                 "accumulate()), or use bfloat16 autocast, which needs no scaler"
             )
-        inverse = 1.0 if self.grad_scale is None else 1.0 / float(self.grad_scale)
-        return inverse, float(self.found_inf) != 0
+        return self.grad_scale, self.found_inf
 
     # -- looking in -----------------------------------------------------------------------------------------
 
@@ -319,6 +319,18 @@ class FusedAccumAdamW(torch.optim.AdamW):
 
 def _factor(scale: float, weight: float | None) -> float:
     return scale if weight is None else scale * weight
+
+
+def _amp_factors(amp: tuple[Any, Any] | None, buckets: list[Bucket]) -> tuple[float, bool]:
+    """(1 / grad_scale, found_inf); (1, False) where there are none, and where all buckets heed them on the device."""
+    if amp is None:
+        return 1.0, False
+    grad_scale, found_inf = amp
+    if all(bucket.reads_factors(grad_scale, found_inf) for bucket in buckets):
+        for bucket in buckets:
+            bucket.factors = amp
+        return 1.0, False
+    return 1.0 if grad_scale is None else 1.0 / float(grad_scale), float(found_inf) != 0
 
 
 def _host_factors(scale: Any, weight: Any) -> tuple[float, float | None]:

@@ -28,7 +28,7 @@ def on_device(monkeypatch):
     """Makes kernels go to a device and stream of choice: CPU tensors have neither."""
 
     def use(device, stream):
-        def executor(_, slots=None):
+        def executor(_, slots=None, *factors):
             place = () if slots is None else (slots.data_ptr(), len(slots))
             return cuda._C.Cuda(device, stream, *place)
 
