@@ -4,8 +4,8 @@ No torch is needed to build: csrc/ knows only pointers and sizes, so one build s
 was made with. Without a working C++ compiler, or without nvcc, the package still installs; reason and remedy are
 kept in fused_accum/_build_failure.json and _cuda_build_failure.json, and `python -m fused_accum` shows them.
 
-nvcc is looked for in NVCC, CUDA_HOME, CUDA_PATH, on PATH, in /usr/local/cuda and in pip's nvidia packages. It may be
-a wrapper script: where its headers and libraries are is asked of itself.
+nvcc is looked for in NVCC, CUDA_HOME, CUDA_PATH, on PATH and in pip's nvidia packages. It may be a wrapper script:
+where its headers and libraries are is asked of itself.
 
 Environment variables, all optional:
 
@@ -197,14 +197,13 @@ class Nvcc:
         homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
         places = [Path(home, "bin", "nvcc") for home in homes]
         places += [Path(found) for found in [shutil.which("nvcc")] if found]
-        places.append(Path("/usr/local/cuda/bin/nvcc"))
         for folder in sys.path:
             places += sorted(Path(folder or ".", "nvidia").glob("c*/bin/nvcc"), reverse=True)
         for place in places:
             if os.access(place, os.X_OK):
                 return (str(place),)
         raise CannotBuild(
-            "nvcc was not found (NVCC, CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda and pip's nvidia packages tried)",
+            "nvcc was not found (NVCC, CUDA_HOME, CUDA_PATH, PATH and pip's nvidia packages tried)",
             "install the CUDA toolkit (pip: nvidia-cuda-nvcc and nvidia-cuda-runtime), or set CUDA_HOME",
         )
 
@@ -238,6 +237,8 @@ def cpu_units(compiler: Compiler) -> list[Unit]:
 def cuda_units(nvcc: Nvcc) -> list[Unit]:
     host = ("-isystem", *nvcc.includes, f'-DFA_CUDA_ARCHS="{",".join(nvcc.archs)}"')
     found = [Unit(f"{path.stem}.cu.o", path, "nvcc", ()) for path in sorted(CSRC.glob("cuda_*.cu"))]
+    if not found:
+        raise CannotBuild(f"{CSRC} holds no CUDA sources", "use a complete source distribution or clone")
     return found + [Unit(f"{path.stem}.o", path, "cxx", host) for path in sorted(CSRC.glob("cuda_*.cpp"))]
 
 
@@ -359,10 +360,11 @@ def sources(*patterns: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in CSRC.glob(pattern))
 
 
-setup(
-    ext_modules=[
-        Extension(f"fused_accum.{name}", sources=sources("*.cpp", "*.cu"), depends=sources("*.h"))
-        for name in ("_C", "_C_cuda")
-    ],
-    cmdclass={"build_ext": NinjaBuild},
-)
+if __name__ == "__main__":  # tests import the rest
+    setup(
+        ext_modules=[
+            Extension(f"fused_accum.{name}", sources=sources("*.cpp", "*.cu"), depends=sources("*.h"))
+            for name in ("_C", "_C_cuda")
+        ],
+        cmdclass={"build_ext": NinjaBuild},
+    )

@@ -92,12 +92,15 @@ class Ours(Peer):
 
 
 class Accumulating(Peer):
-    """Any optimizer, with ``p.grad`` as the sum."""
+    """Any optimizer, with ``p.grad`` as the sum; ``together``: added to by one _foreach_add_."""
 
-    def __init__(self, values: Sequence[Tensor], make: Callable[..., torch.optim.Optimizer], exact: bool = True):
+    def __init__(
+        self, values: Sequence[Tensor], make: Callable[..., torch.optim.Optimizer], exact: bool = True,
+        together: bool = False,
+    ):  # fmt: skip
         super().__init__(values)
         self.optimizer = make(self.params, **HYPER)
-        self.exact = exact
+        self.exact, self.together = exact, together
         self.fresh = [torch.empty_like(p) for p in self.params]  # what backward would have allocated
 
     def first(self, micro: Sequence[Tensor]) -> None:
@@ -106,6 +109,9 @@ class Accumulating(Peer):
 
     @torch.no_grad()
     def add(self, micro: Sequence[Tensor]) -> None:
+        if self.together:
+            torch._foreach_add_([p.grad for p in self.params], list(micro))
+            return
         for p, g in zip(self.params, micro):
             p.grad.add_(g)
 
@@ -158,6 +164,9 @@ def peers(dtype: str, device: torch.device) -> dict[str, Callable[[Sequence[Tens
         found[f"torch AdamW({way})"] = partial(
             Accumulating, make=partial(torch.optim.AdamW, **{way: True}), exact=exact
         )
+    if device.type != "cpu":  # where launches cost more than there is to add
+        make = partial(torch.optim.AdamW, fused=True)
+        found["torch AdamW(fused), _foreach_add_"] = partial(Accumulating, make=make, exact=exact, together=True)
     try:
         import optimi
     except ImportError:

@@ -34,6 +34,8 @@ struct StepScalars {
 struct Hyper {
   double lr, beta1, beta2, eps, weight_decay;
   bool maximize, amsgrad;
+  const void* device_lr = nullptr;  // where a GPU's kernels read lr instead: float32, or float64
+  bool device_lr_is_double = false;
 };
 
 namespace {  // internal linkage: objects built for different instruction sets must not share a copy

@@ -19,7 +19,8 @@ inline void bind_tables(py::module_& m) {
 
   py::class_<Place>(m, "Place", py::module_local())
       .def(py::init([](int type, int index) { return Place{type, index}; }), py::arg("type"), py::arg("index"));
-  py::class_<Hyper>(m, "Hyper", py::module_local()).def(py::init(&hyper_from));
+  py::class_<Hyper>(m, "Hyper", py::module_local())
+      .def(py::init(&hyper_from), py::arg("hyper"), py::arg("device_lr") = 0, py::arg("device_lr_is_double") = false);
   py::class_<Executor>(m, "Executor", py::module_local());
 
   py::class_<Table>(m, "Table", py::module_local())

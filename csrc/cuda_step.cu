@@ -96,9 +96,10 @@ __device__ __forceinline__ void clear_part(char* accum, DType dtype, int count) 
   for (int i = int(threadIdx.x); i < count; i += kThreads) clear<1, A>(A::at(accum, i, dtype), dtype);
 }
 
-// Blocks of a multiprocessor at least, which bounds a thread's registers: 64, 80 and 128 of 65536.
+// Blocks of a multiprocessor at least, which bounds a thread's registers: 4 to 64, 3 to 80, 2 to 128. Fewer threads are
+// enough where each has more bytes under way.
 template <class P, int kCount, bool kAmsgrad>
-constexpr int kBlocksOfStep = !kCommon<P> ? 2 : !kAmsgrad ? 4 : kCount == 8 ? 2 : 3;
+constexpr int kBlocksOfStep = kCommon<P> ? (kCount == 8 ? 3 : 4) - kAmsgrad : 2;
 
 template <class T, class P, class A, class S, bool kHasGrad, bool kHasAccum, bool kAmsgrad, class Table>
 __global__ void __launch_bounds__(kThreads, kBlocksOfStep<P, kWidestOf<P, A, S>, kAmsgrad>) step_rows(const __grid_constant__ Table table) {

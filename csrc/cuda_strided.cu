@@ -117,7 +117,12 @@ __global__ void __launch_bounds__(kThreads) count_updates(const __grid_constant_
   double t;
   if (table.kind[row] & kStepOnHost) memcpy(&t, &place, sizeof t);
   else t = table.kind[row] & kStepIsDouble ? count_once<double>(place, skip) : count_once<float>(place, skip);
-  const StepScalars<double> s = step_scalars(table.groups[table.group[row]], t, table.scale, coefficient);
+  Hyper hyper = table.groups[table.group[row]];
+  if (hyper.device_lr) {
+    hyper.lr = hyper.device_lr_is_double ? global_load(static_cast<const double*>(hyper.device_lr))
+                                         : double(global_load(static_cast<const float*>(hyper.device_lr)));
+  }
+  const StepScalars<double> s = step_scalars(hyper, t, table.scale, coefficient);
   ScalarSlot* const slot = table.slots + row;
   if (table.kind[row] & kSlotIsDouble) store_scalars<double>(slot, s);
   else store_scalars<float>(slot, s);

@@ -4,13 +4,21 @@
 
 namespace fa {
 
-Hyper hyper_from(py::tuple values) {
+Hyper hyper_from(py::tuple values, uint64_t device_lr, bool device_lr_is_double) {
   const auto number = [&](Py_ssize_t i) {
     const double value = PyFloat_AsDouble(PyTuple_GetItem(values.ptr(), i));
     if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
     return value;
   };
-  return {number(0), number(1), number(2), number(3), number(4), number(5) != 0, number(6) != 0};
+  return {device_lr ? 0.0 : number(0),
+          number(1),
+          number(2),
+          number(3),
+          number(4),
+          number(5) != 0,
+          number(6) != 0,
+          reinterpret_cast<const void*>(device_lr),
+          device_lr_is_double};
 }
 
 void fill(Row& row, const Entry& e, bool steps) {

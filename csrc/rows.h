@@ -12,8 +12,8 @@ namespace fa {
 
 namespace py = pybind11;
 
-// In the order of Hyper in fused_accum/state.py.
-Hyper hyper_from(py::tuple values);
+// In the order of Hyper in fused_accum/state.py. device_lr: an address, or 0.
+Hyper hyper_from(py::tuple values, uint64_t device_lr, bool device_lr_is_double);
 
 // One parameter's tensors as Python objects and as read.
 struct Entry {

@@ -68,6 +68,7 @@ class Bucket:
         self.present = bytearray(len(self.params))
         self.stale = bytearray(len(self.params))
         self.grads: Sequence[Tensor | None] | dict[int, Tensor | None] | None = None
+        self.factors: tuple[Tensor | None, Tensor | None] = (None, None)
         self.hypers: Sequence[Hyper] = ()  # of the groups, for ``step_row``
 
     # -- the way of a gradient ------------------------------------------------------------------------------
@@ -145,6 +146,11 @@ class Bucket:
         """Add to ``state`` what an update of ``p`` needs and ``state`` lacks."""
         complete(state, p, group, options)
 
+    def reads_factors(self, grad_scale: Tensor | None, found_inf: Tensor) -> bool:
+        """Whether ``step`` heeds these factors of a GradScaler where they lie, without the host knowing them: set as
+        ``factors``, gradients are divided by ``grad_scale``, and ``found_inf`` not 0 drops them, counting nothing."""
+        return False
+
     def contributing(self) -> list[int]:
         return [i for i, g in enumerate(self.grads) if g is not None or self.present[i]]
 
@@ -156,8 +162,9 @@ class Bucket:
         self.release()
 
     def release(self) -> None:
-        """Forget what ``collect`` found."""
+        """Forget what ``collect`` found, and the coming step's factors."""
         self.grads = None
+        self.factors = (None, None)
 
     # -- pieces ---------------------------------------------------------------------------------------------
 

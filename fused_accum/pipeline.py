@@ -62,7 +62,7 @@ def end_window(opt: FusedAccumAdamW, scale: float, weight: float | None) -> str 
     """The pipeline of a step. Returns what to warn of."""
     run = opt._run
     run.refuse_missing_hooks("step")
-    inverse_grad_scale, found_inf = _amp_factors(opt)
+    amp = _amp_tensors(opt)
     run.stepped_in_backward = False
     if run.backward is not None:
         _refuse_factors("step", scale, weight)
@@ -73,6 +73,7 @@ def end_window(opt: FusedAccumAdamW, scale: float, weight: float | None) -> str 
     try:
         if run.backward is None and found:
             run.window.refuse_mixing(weight)
+        inverse_grad_scale, found_inf = _amp_factors(amp, buckets)
         total = run.window.total_weight(weight if found else None)
         if found_inf or (total == 0 and run.window.microbatches):
             return _abandon_window(opt, buckets, found_inf)
@@ -126,10 +127,10 @@ def _refuse_factors(call: str, scale: float, weight: float | None) -> None:
         )
 
 
-def _amp_factors(opt: FusedAccumAdamW) -> tuple[float, bool]:
-    """(1 / grad_scale, found_inf) as GradScaler has set them on the optimizer; it deletes them itself."""
+def _amp_tensors(opt: FusedAccumAdamW) -> tuple[Any, Any] | None:
+    """``grad_scale`` and ``found_inf`` as GradScaler has set them on the optimizer; it deletes them itself."""
     if not hasattr(opt, "found_inf"):
-        return 1.0, False
+        return None
     run = opt._run
     if run.stepped_in_backward:
         del opt.found_inf, opt.grad_scale
@@ -147,5 +148,16 @@ def _amp_factors(opt: FusedAccumAdamW) -> tuple[float, bool]:
             "(accumulate_in_backward(), or plain backward() calls without accumulate()), or use bfloat16 autocast, "
             "which needs no scaler"
         )
-    inverse = 1.0 if opt.grad_scale is None else 1.0 / float(opt.grad_scale)
-    return inverse, float(opt.found_inf) != 0
+    return opt.grad_scale, opt.found_inf
+
+
+def _amp_factors(amp: tuple[Any, Any] | None, buckets: list[Bucket]) -> tuple[float, bool]:
+    """(1 / grad_scale, found_inf); (1, False) where there are none, and where all buckets heed them on the device."""
+    if amp is None:
+        return 1.0, False
+    grad_scale, found_inf = amp
+    if all(bucket.reads_factors(grad_scale, found_inf) for bucket in buckets):
+        for bucket in buckets:
+            bucket.factors = amp
+        return 1.0, False
+    return 1.0 if grad_scale is None else 1.0 / float(grad_scale), float(found_inf) != 0

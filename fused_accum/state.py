@@ -62,9 +62,9 @@ class Options(NamedTuple):
 
 
 class Hyper(NamedTuple):
-    """One group's hyper-parameters as host float64, read from the group at every step."""
+    """One group's hyper-parameters, read from the group at every step."""
 
-    lr: float
+    lr: float | Tensor  # a tensor stays where it is if that is a GPU
     beta1: float
     beta2: float
     eps: float
@@ -75,8 +75,9 @@ class Hyper(NamedTuple):
     @classmethod
     def of(cls, group: dict[str, Any]) -> Hyper:
         beta1, beta2 = group["betas"]
+        lr = group["lr"]
         return cls(
-            float(group["lr"]),
+            lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
             float(beta1),
             float(beta2),
             float(group["eps"]),

@@ -14,16 +14,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not 
 SEED = os.getpid()  # another order of blocks and threads every time; shown when a test fails
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "sanitized"])
-def sanitized(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def module(sanitized):
-    return cuda_emulated.build_module(sanitized)
-
-
 def run(module, *arguments, settings="", sanitized=False):
     """pytest with ``arguments`` on the emulator; what it wrote."""
     command = ["-m", "pytest", "-q", "-x", "-p", "cuda_emulated", "-p", "no:cacheprovider", *arguments]
@@ -38,19 +28,14 @@ def run(module, *arguments, settings="", sanitized=False):
     return done.stdout
 
 
-@pytest.mark.parametrize("settings", ["", "steps-on-device", "races", "races steps-on-device"])
-def test_bits_are_those_of_the_cpu(module, sanitized, settings):
-    assert "skipped" not in run(module, "test_bits.py", settings=settings, sanitized=sanitized)
-
-
-@pytest.mark.parametrize("settings", ["steps-on-device", "races"])
-def test_kernel_tests_of_all_backends(module, sanitized, settings):
-    output = run(module, "-k", "[cuda", *kernel_tests.found(), settings=settings, sanitized=sanitized)
-    assert "skipped" not in output
-
-
-def test_tests_for_a_gpu_that_need_none(module, sanitized):
-    run(module, "test_gpu.py", sanitized=sanitized)
+@pytest.mark.parametrize("sanitized", [False, True], ids=["races", "sanitized"])
+def test_kernels(sanitized):
+    """Bits of the CPU, the kernel tests of all backends, what needs no GPU of those for one; with the check of races,
+    then under AddressSanitizer and UBSan, counts of updates on the device and on the host."""
+    settings = "" if sanitized else "races steps-on-device"
+    module = cuda_emulated.build_module(sanitized)
+    files = ["test_bits.py", "test_gpu.py", *kernel_tests.found()]
+    run(module, "-k", "[cuda", *files, settings=settings, sanitized=sanitized)
 
 
 def test_launcher_devices_and_indices():

@@ -1,7 +1,7 @@
 """What only a device shows: streams, CUDA graphs, scalars in device memory, more than 2^31 elements.
 
-Tests that need a GPU proper ("gpu" below) are skipped without one; the others also run on the CUDA emulator
-(test_cuda_emulated.py) and in Triton's interpreter.
+Those that need a GPU proper (the fixture "gpu") are skipped without one, and have not been run on one yet; the others
+also run on the CUDA emulator (test_cuda_emulated.py).
 """
 
 import math

@@ -10,12 +10,11 @@ them these tests fail.
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 
+import machine_code
 import pytest
 
 if sys.platform != "linux":
@@ -31,7 +30,6 @@ from fused_accum.backends import triton_kernels as kernels
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled")
 
 TABLE = Path(__file__).with_name("triton_registers.json")
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -85,15 +83,6 @@ def compiled(case: str, target: str):
     return triton.compile(ASTSource(kernel, signature, constants), target=TARGETS[target], options=options)
 
 
-def tool(name: str, *arguments: str, cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run(
-            [TOOLS / name, *arguments, file.name], capture_output=True, text=True, check=True
-        ).stdout
-
-
 @cache
 def usage(case: str, target: str) -> dict[str, int]:
     """Registers of a thread, and bytes or registers spilled."""
@@ -102,8 +91,7 @@ def usage(case: str, target: str) -> dict[str, int]:
         found = dict(re.findall(r"\.(\w+_count):\s*(\d+)", binary["amdgcn"]))
         spilled = int(found["vgpr_spill_count"]) + int(found["sgpr_spill_count"])
         return {"registers": int(found["vgpr_count"]), "spilled": spilled}
-    printed = tool("cuobjdump", "-res-usage", cubin=binary["cubin"])
-    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", printed)}
+    (found,) = machine_code.resources(binary["cubin"]).values()
     return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
 
 
@@ -112,8 +100,8 @@ def instructions(case: str, target: str) -> list[str]:
     binary = compiled(case, target).asm
     if "cubin" not in binary:
         return re.findall(r"^\s+([a-z]\w+)", binary["amdgcn"], re.MULTILINE)
-    code = tool("nvdisasm", "-c", cubin=binary["cubin"])
-    return re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE)
+    (code,) = machine_code.instructions(binary["cubin"]).values()
+    return code
 
 
 def pieces(dtypes) -> int:

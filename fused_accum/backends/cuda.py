@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import _native
 from ..rows import Rows
-from ..state import Options
+from ..state import Hyper, Options
 from .base import Backend
 from .native import PLACE_TYPES, NativeBucket, accumulate_lists, adamw_lists
 
@@ -38,15 +38,19 @@ def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def executor(device: torch.device, slots: Tensor | None = None) -> Any:
-    """What runs rows on ``device``, on its current stream; ``slots``: memory for the scalars of a step's rows."""
+def executor(device: torch.device, slots: Tensor | None = None, *factors: Tensor | None) -> Any:
+    """What runs rows on ``device``, on its current stream.
+
+    Of a step: ``slots``, memory for the scalars of its rows; ``factors``, a GradScaler's grad_scale and found_inf.
+    """
     stream = current_stream(device)
     handle = 0 if stream is None else stream.cuda_stream
     if slots is None:
         return _C.Cuda(device.index or 0, handle)
     if stream is not None:
         slots.record_stream(stream)
-    return _C.Cuda(device.index or 0, handle, slots.data_ptr(), len(slots))
+    places = [0 if t is None else t.data_ptr() for t in factors]
+    return _C.Cuda(device.index or 0, handle, slots.data_ptr(), len(slots), *places)
 
 
 def slots_for(rows: int, device: torch.device) -> Tensor:
@@ -67,7 +71,21 @@ class CudaBucket(NativeBucket):
         if steps and self.slots is None:
             with torch.inference_mode(False):
                 self.slots = slots_for(len(self.params), self.device)
-        return executor(self.device, self.slots if steps else None)
+        return executor(self.device, self.slots, *self.factors) if steps else executor(self.device)
+
+    def native_hyper(self, hyper: Hyper, group: dict[str, Any]) -> Any:
+        """With capturable, or where it lies on the device anyway, lr is read there, by a graph's replay too."""
+        lr = group["lr"]
+        stays = isinstance(lr, Tensor) and lr.device == self.device and lr.dtype in (torch.float32, torch.float64)
+        if stays and (group["capturable"] or lr.device.type != "cpu"):
+            return _C.Hyper(hyper, lr.data_ptr(), lr.dtype == torch.float64)
+        return _C.Hyper(hyper)
+
+    def reads_factors(self, grad_scale: Tensor | None, found_inf: Tensor) -> bool:
+        return all(
+            t is None or (t.device == self.device and t.dtype == torch.float32 and t.numel() == 1)
+            for t in (grad_scale, found_inf)
+        )
 
     def complete(self, state: dict[str, Any], p: Tensor, group: dict[str, Any], options: Options) -> None:
         super().complete(state, p, group, options)

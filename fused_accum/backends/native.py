@@ -35,6 +35,9 @@ class NativeBucket(Bucket):
         """What runs the rows of the coming call, a step or an accumulation."""
         raise NotImplementedError
 
+    def native_hyper(self, hyper: Hyper, group: dict[str, Any]) -> Any:
+        return self.module.Hyper(hyper)
+
     def stream(self) -> Any:
         """The torch stream that the coming call's kernels go to, for the allocator; None where there is none."""
         return None
@@ -73,7 +76,7 @@ class NativeBucket(Bucket):
         self.table.accumulate(self.present, scale, self.executor(False), self.stream())
 
     def prepare(self, state: dict, groups: Sequence[dict[str, Any]], hypers: Sequence[Hyper]) -> None:
-        self.native_hypers = [self.module.Hyper(hyper) for hyper in hypers]
+        self.native_hypers = [self.native_hyper(hyper, group) for hyper, group in zip(hypers, groups)]
         if self.table.prepare(state, self.native_hypers, self.present) < 0:
             return
         self.grads = [p.grad for p in self.params]
@@ -103,6 +106,7 @@ class NativeBucket(Bucket):
         self.table.drop_gradients()
 
     def release(self) -> None:
+        super().release()
         self.table.release()
 
     def refuse(self, row: int) -> None:

@@ -26,6 +26,7 @@ def adamw_one(rows: Rows, i: int) -> None:
     """(2) to (6) for row ``i`` of ``rows``, in place."""
     p, m, v, v_max = rows.params[i], rows.exp_avgs[i], rows.exp_avg_sqs[i], rows.max_exp_avg_sqs[i]
     hyper = rows.hypers[rows.groups[i]]
+    lr = float(hyper.lr)
     wide = torch.float64 if p.dtype == torch.float64 else torch.float32
 
     total = rows.accums[i] if rows.present[i] else None
@@ -40,7 +41,7 @@ def adamw_one(rows: Rows, i: int) -> None:
     grad = total.to(wide) * rows.coefficient  # (2)
     if hyper.maximize:
         grad = -grad
-    weight = p.to(wide) * (1 - hyper.lr * hyper.weight_decay)  # (3)
+    weight = p.to(wide) * (1 - lr * hyper.weight_decay)  # (3)
     exp_avg = torch.lerp(m.to(wide), grad, 1 - hyper.beta1)  # (4)
     exp_avg_sq = torch.addcmul(v.to(wide) * hyper.beta2, grad, grad, value=1 - hyper.beta2)
     largest = exp_avg_sq
@@ -48,7 +49,7 @@ def adamw_one(rows: Rows, i: int) -> None:
         largest = torch.maximum(v_max.to(wide), exp_avg_sq)
         v_max.copy_(largest)
     denom = largest.sqrt() / math.sqrt(bias_correction2) + hyper.eps
-    p.copy_(weight - hyper.lr / bias_correction1 * (exp_avg / denom))  # (5)
+    p.copy_(weight - lr / bias_correction1 * (exp_avg / denom))  # (5)
     m.copy_(exp_avg)
     v.copy_(exp_avg_sq)
     if rows.present[i]:

@@ -72,15 +72,16 @@ def power(beta: float, t: float) -> float:
 
 def step_scalars(hyper: Hyper, t: float, scale: float, coefficient: float) -> list[float]:
     """struct StepScalars of csrc/adamw_math.h: what an update needs that no element changes, in float64."""
+    lr = float(hyper.lr)
     return [
         scale,
         -coefficient if hyper.maximize else coefficient,
-        1 - hyper.lr * hyper.weight_decay,
+        1 - lr * hyper.weight_decay,
         1 - hyper.beta1,
         -hyper.beta1,
         hyper.beta2,
         1 - hyper.beta2,
-        -hyper.lr / (1 - power(hyper.beta1, t)),
+        -lr / (1 - power(hyper.beta1, t)),
         1 / math.sqrt(1 - power(hyper.beta2, t)),
         hyper.eps,
     ]

@@ -27,10 +27,31 @@ struct Byte {
 constexpr size_t kPage = 4096;
 using Page = std::array<Byte, kPage>;
 
+// A bit for every element, in memory that is only taken where bits are set.
+class Bits {
+ public:
+  explicit Bits(uint64_t count) : words_(static_cast<uint64_t*>(std::calloc(count / 64 + 1, 8)), &std::free) {
+    if (!words_) std::abort();
+  }
+  bool operator[](uint64_t i) const { return words_.get()[i / 64] >> i % 64 & 1; }
+  uint64_t count() const { return count_; }
+
+  // Whether it was not set before.
+  bool set(uint64_t i) {
+    if ((*this)[i]) return false;
+    words_.get()[i / 64] |= uint64_t(1) << i % 64;
+    return ++count_ != 0;
+  }
+
+ private:
+  std::unique_ptr<uint64_t, void (*)(void*)> words_;
+  uint64_t count_ = 0;
+};
+
 struct Phantom {
   uintptr_t begin, end;
   size_t element;
-  std::vector<uint64_t> written, read;  // a bit for every element
+  Bits read, written;
   uint64_t written_again = 0;
 };
 
@@ -87,12 +108,9 @@ bool note_phantom(Phantom& phantom, uintptr_t address, size_t bytes, Access acce
   if (address < phantom.begin || address + bytes > phantom.end) fail("an access that leaves a recorded memory");
   const uint64_t first = (address - phantom.begin) / phantom.element;
   const uint64_t last = (address + bytes - 1 - phantom.begin) / phantom.element;
-  std::vector<uint64_t>& seen = access == Access::read ? phantom.read : phantom.written;
   for (uint64_t i = first; i <= last; ++i) {
-    uint64_t& word = seen[i / 64];
-    const uint64_t bit = uint64_t(1) << i % 64;
-    if (access != Access::read && word & bit) ++phantom.written_again;
-    word |= bit;
+    if (access == Access::read) phantom.read.set(i);
+    else if (!phantom.written.set(i)) ++phantom.written_again;
   }
   return true;
 }
@@ -137,22 +155,19 @@ void fa_emulation_check_races(int on) {
 }
 
 int fa_emulation_add_phantom(uint64_t address, uint64_t bytes, uint64_t element) {
-  const std::vector<uint64_t> none((bytes / element + 63) / 64);
-  recorder.phantoms.push_back({uintptr_t(address), uintptr_t(address + bytes), size_t(element), none, none});
+  const uint64_t count = bytes / element;
+  recorder.phantoms.push_back({address, address + bytes, element, Bits(count), Bits(count)});
   decide_whether_to_watch();
   return int(recorder.phantoms.size()) - 1;
 }
 
 uint64_t fa_emulation_phantom_count(int which, int kind) {
   const Phantom& phantom = recorder.phantoms.at(size_t(which));
-  if (kind == 2) return phantom.written_again;
-  uint64_t count = 0;
-  for (uint64_t word : kind == 0 ? phantom.read : phantom.written) count += uint64_t(__builtin_popcountll(word));
-  return count;
+  return kind == 0 ? phantom.read.count() : kind == 1 ? phantom.written.count() : phantom.written_again;
 }
 
 int fa_emulation_phantom_was_written(int which, uint64_t element) {
-  return int(recorder.phantoms.at(size_t(which)).written.at(element / 64) >> element % 64 & 1);
+  return recorder.phantoms.at(size_t(which)).written[element];
 }
 
 void fa_emulation_clear_phantoms() {

@@ -1,0 +1,222 @@
+"""What nvcc makes of the CUDA kernels for GPUs that are not here, from the machine code.
+
+In the main loops every tensor is read and written in 128-bit pieces, nothing spills, float32 kernels hold no
+instruction in double precision, registers are those of cuda_registers.json (by nvcc's version).
+
+`python tests/test_cuda_machine_code.py` writes that table anew.
+"""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import machine_code
+import pytest
+
+TESTS = Path(__file__).parent
+CSRC = TESTS.parent / "csrc"
+TABLE = TESTS / "cuda_registers.json"
+ARCHS = ("80", "90", "100")
+SIZES = {"As<float>": 4, "As<double>": 8, "As<fa::bf16>": 2}  # bytes of an element
+ALIGNED = 16
+DOUBLE = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX)\b|\w2\w\.(F64|\w+\.F64)|MUFU\.\w+64")
+
+
+def builder():
+    """setup.py as a module."""
+    spec = importlib.util.spec_from_file_location("fused_accum_setup", TESTS.parent / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def nvcc():
+    """The compiler that setup.py would use, or None."""
+    if not (TESTS.parent / "setup.py").exists():
+        return None
+    setup = builder()
+    try:
+        return setup.Nvcc.find()
+    except setup.CannotBuild:
+        return None
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(nvcc() is None, reason="nvcc is not here, or cannot build"),
+    pytest.mark.skipif(shutil.which("c++filt") is None, reason="c++filt (binutils) is not here"),
+    pytest.mark.skipif(not machine_code.TOOLS.is_dir(), reason="there is no triton with its disassemblers"),
+]
+
+
+class Kernel(NamedTuple):
+    """A kernel as compiled; ``name`` without namespaces, ``sm_90 step_rows<float, ...>``."""
+
+    arch: str
+    name: str
+    code: list[str]
+    registers: int
+    local: int
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of the template."""
+        return re.findall(r"As<\w+(?:::\w+)?>|[\w:]+(?:<\d+>)?", self.name.partition("<")[2])
+
+
+def compiled(source: Path, arch: str) -> list[Kernel]:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "kernels.cubin")
+        flags = builder().NVCC_FLAGS
+        subprocess.run(
+            [*nvcc().command, *flags, f"-I{CSRC}", f"-arch=sm_{arch}", "-cubin", "-o", target, source],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        cubin = target.read_bytes()
+    usage, code = machine_code.resources(cubin), machine_code.instructions(cubin)
+    readable = subprocess.run(["c++filt"], input="\n".join(usage), capture_output=True, text=True, check=True).stdout
+    found = []
+    for symbol, name in zip(usage, readable.splitlines()):
+        short = name.replace("(anonymous namespace)::", "").removeprefix("void ").partition("(")[0]
+        short = re.sub(r"\bfa::(?!bf16)", "", short).replace(" >", ">")
+        use = usage[symbol]
+        found.append(Kernel(f"sm_{arch}", short, code[symbol], use["REG"], use["STACK"] + use["LOCAL"]))
+    return found
+
+
+@cache
+def kernels() -> list[Kernel]:
+    jobs = [(source, arch) for arch in ARCHS for source in sorted(CSRC.glob("cuda_*.cu"))]
+    with ThreadPoolExecutor(2) as pool:
+        return [kernel for found in pool.map(lambda job: compiled(*job), jobs) for kernel in found]
+
+
+def streams(kernel: Kernel):
+    """Element sizes of the tensors that a kernel of tables reads, and of those it writes; None if known at launch."""
+    arguments = kernel.arguments
+    if kernel.name.startswith("accumulate_rows"):
+        _, grad, accum, add, _ = arguments
+        stored = [grad, *[accum] * (add == "true")], [accum]
+    elif kernel.name.startswith("step_rows"):
+        _, param, accum, state, has_grad, has_accum, amsgrad, _ = arguments
+        both = [param, state, state] + [state] * (amsgrad == "true") + [accum] * (has_accum == "true")
+        stored = both + [param] * (has_grad == "true"), both
+    else:
+        return None
+    if "AsLaunched" in kernel.name:
+        return None
+    return tuple([SIZES[one] for one in side] for side in stored)
+
+
+def wide_accesses(kernel: Kernel, prefix: str) -> int:
+    return sum(name.startswith(prefix) and ".128" in name for name in kernel.code)
+
+
+def pieces(sizes: list[int], elements: int) -> int:
+    return sum(size * elements // ALIGNED for size in sizes)
+
+
+def test_the_kernels_are_all_here():
+    names = [kernel.name.partition("<")[0] for kernel in kernels() if kernel.arch == "sm_90"]
+    assert {name: names.count(name) for name in names} == {
+        # fp32, bf16, fp64 and any; first or not; all but fp64 and any also with the small table
+        "accumulate_rows": 4 * 2 + 2 * 2,
+        # the same; from the gradient, from the buffer, from both; amsgrad or not
+        "step_rows": 4 * 6 + 2 * 6,
+        "accumulate_strided": 2,
+        "step_strided": 2,
+        "count_updates": 1,
+    }
+
+
+def test_main_loops_move_128_bits_at_a_time():
+    seen = 0
+    for kernel in kernels():
+        if (tensors := streams(kernel)) is None:
+            continue
+        elements = ALIGNED // min(min(tensors[0]), min(tensors[1]))  # of a thread, at once
+        loads, stores = wide_accesses(kernel, "LDG."), wide_accesses(kernel, "STG.")
+        once_read, once_written = (pieces(side, elements) for side in tensors)
+        # Copies of the loop body; of an accumulation several pieces at once, and then one.
+        copies = loads // once_read
+        assert (loads, stores) == (copies * once_read, copies * once_written), kernel[:2]
+        assert copies >= (3 if kernel.name.startswith("accumulate") else 1), kernel[:2]
+        seen += 1
+    assert seen == 3 * (12 - 2 + 36 - 6)
+
+
+def test_kernels_of_any_dtype_move_128_bits_too():
+    """Eight elements of 16 bits, or of 32 bits in two pieces, chosen at launch."""
+    for kernel in kernels():
+        if "AsLaunched" in kernel.name:
+            assert wide_accesses(kernel, "LDG.") >= 3, kernel[:2]
+            assert wide_accesses(kernel, "STG.") >= 3, kernel[:2]
+
+
+def test_all_memory_is_known_to_be_global():
+    for kernel in kernels():
+        assert not [name for name in kernel.code if re.match(r"(LD|ST)(\.|$)", name)], kernel[:2]
+
+
+def test_nothing_spills():
+    for kernel in kernels():
+        if kernel.name.startswith(("accumulate_rows", "step_rows", "count_updates")):
+            assert kernel.local == 0, kernel[:2]
+            assert not [name for name in kernel.code if name.startswith(("LDL", "STL"))], kernel[:2]
+
+
+def test_float32_kernels_do_nothing_in_double_precision():
+    seen = 0
+    for kernel in kernels():
+        if kernel.name.startswith(("accumulate_rows<float", "step_rows<float")):
+            assert not [name for name in kernel.code if DOUBLE.match(name)], kernel[:2]
+            seen += 1
+        elif kernel.name.startswith("step_rows<double"):  # so that the pattern is known to find some
+            assert [name for name in kernel.code if DOUBLE.match(name)]
+    assert seen == 3 * (10 + 30)
+
+
+def test_float32_adamw_takes_64_registers_at_most():
+    for kernel in kernels():
+        if kernel.name.startswith("step_rows<float, As<float>") and kernel.arguments[-2] == "false":
+            assert kernel.registers <= 64, kernel[:2]
+
+
+def test_registers():
+    """Those of the table; under another nvcc than it knows, one allocation unit (8) more at most."""
+    table = json.loads(TABLE.read_text())
+    known = table.get(version())
+    for kernel in kernels():
+        if known:
+            assert kernel.registers == known[kernel.name][kernel.arch], kernel[:2]
+        else:
+            most = max(other[kernel.name][kernel.arch] for other in table.values())
+            assert kernel.registers <= most + 8, kernel[:2]
+
+
+def version() -> str:
+    said = subprocess.run([*nvcc().command, "--version"], capture_output=True, text=True, check=True).stdout
+    return re.search(r"release ([\d.]+)", said)[1]
+
+
+def write_table() -> None:
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    found: dict[str, dict[str, int]] = {}
+    for kernel in kernels():
+        found.setdefault(kernel.name, {})[kernel.arch] = kernel.registers
+    table[version()] = found
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(write_table())
