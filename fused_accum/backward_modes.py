@@ -21,6 +21,11 @@ class BackwardModes:
     _run: Runtime
     param_groups: list[dict[str, Any]]
 
+    @property
+    def accumulates_in_backward(self) -> bool:
+        """Whether ``p.grad`` holds the open window: hooks are installed, or were when it began."""
+        return self._run.backward is not None
+
     def accumulate_in_backward(self) -> Handle:
         """Let every backward accumulate into the buffers: no ``accumulate()``, and gradients freed one by one.
 

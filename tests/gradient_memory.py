@@ -96,7 +96,6 @@ def blocks(call: Callable[[], None], at_least: int) -> Blocks:
 def main() -> None:
     from fused_accum import FusedAccumAdamW
 
-    torch.set_num_threads(2)
     interposer = ctypes.CDLL(None)
     interposer.allocations_largest.restype = ctypes.c_size_t
     found = {}

@@ -47,7 +47,7 @@ def interposed(tmp_path_factory):
     assert done.returncode == 0, done.stderr
     run = subprocess.run(
         [sys.executable, str(HERE / "gradient_memory.py")],
-        env={**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])},
+        env={**os.environ, "LD_PRELOAD": str(library), "OMP_WAIT_POLICY": "passive", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])},
         capture_output=True,
         text=True,
     )
