@@ -1,8 +1,8 @@
 """Bytes of gradient memory alive over one window, by way of accumulating: ``python -m benchmarks.memory``.
 
-Measured, not computed: torch's allocator records every block; those are counted that were allocated while the window
-ran or that hold gradients and sums, less what the same window needs without any gradient of a weight. Each way runs in
-a process of its own, so that its peak resident memory is its own too. Leaves a table, memory.json and memory.png.
+Measured, not computed: torch's allocator records every block. Counted are the sums that are alive when the window
+begins and what is allocated while it runs, large activations too. Each way runs in a process of its own, so that its
+peak resident memory is its own too. Leaves a table, memory.json and memory.png.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ POINTS = 2000  # of a timeline, at most
 
 READING = """\
 How to read the output, one row per way of accumulating:
-  peak         most bytes alive at a time in blocks of at least a quarter of the smallest weight matrix that were
-               allocated in the window or hold sums, above what was alive when it began without them: gradients, buffers
-               and large activations (the same for all).
+  peak         most bytes alive at a time: the sums, and blocks of at least a quarter of the smallest weight matrix
+               that were allocated in the window: gradients, and large activations (the same for all).
   held         bytes of p.grad and buffers between two micro-batches: the sum itself.
   weight-sized blocks of at least half the smallest matrix allocated in the window, in number; activations that are as
                large are listed for all ways alike.
@@ -138,7 +137,7 @@ def draw(path: Path, rows: list[dict[str, Any]], title: str) -> None:
 
 
 def in_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
-    given = [x for name, value in vars(options).items() if name not in ("way", "out") for x in (_flag(name), str(value))]
+    given = [f"{_flag(name)}={value}" for name, value in vars(options).items() if name not in ("way", "out")]
     command = [sys.executable, "-m", "benchmarks.memory", "--way", way, *given]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -182,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     settings = {k: v for k, v in vars(options).items() if k not in ("way", "out")}
-    result = {"benchmark": "memory", "environment": facts, "options": settings, "parameters": parameters, "rows": rows}
+    result = {"benchmark": "memory", "environment": facts, "options": settings, "rows": rows}
     (out / "memory.json").write_text(json.dumps(result) + "\n")
     draw(out / "memory.png", rows, title)
     print(f"memory.json and memory.png are in {out}")

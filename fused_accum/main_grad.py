@@ -35,9 +35,14 @@ class MainGrad(InBackward):
         for bucket in self.run().built():
             bucket.allocate([i for i, p in enumerate(bucket.params) if bucket.accums[i] is None and trains(p)])
             for row, p in enumerate(bucket.params):
-                accum = bucket.accums[row]
-                if accum is None or getattr(p, "main_grad", None) is not None:
+                accum, existing = bucket.accums[row], getattr(p, "main_grad", None)
+                if accum is None or (existing is not None and existing.data_ptr() == accum.data_ptr()):
                     continue
+                if existing is not None:
+                    raise RuntimeError(
+                        f"parameter {bucket.name_of(p)} has a main_grad that is not this optimizer's (of Megatron's "
+                        "DistributedDataParallel?); one owner only: del p.main_grad first"
+                    )
                 if not accum.is_contiguous():
                     raise RuntimeError(
                         f"parameter {bucket.name_of(p)} is not contiguous, which main_grad must be; make it "

@@ -45,9 +45,11 @@ def interposed(tmp_path_factory):
     except FileNotFoundError:
         pytest.skip(f"no C compiler {compiler!r}")
     assert done.returncode == 0, done.stderr
+    path = os.pathsep.join([str(HERE.parent), str(HERE)])
+    environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_WAIT_POLICY": "passive", "PYTHONPATH": path}
     run = subprocess.run(
         [sys.executable, str(HERE / "gradient_memory.py")],
-        env={**os.environ, "LD_PRELOAD": str(library), "OMP_WAIT_POLICY": "passive", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])},
+        env=environment,
         capture_output=True,
         text=True,
     )

@@ -70,9 +70,7 @@ def test_case_06_one_update_per_window(training, device):
     for name, p in model.named_parameters():
         assert float(opt.state[p]["step"]) == 1
         scale = float(exact[name].abs().max())
-        torch.testing.assert_close(
-            opt.state[p]["exp_avg"].double(), 0.1 * exact[name], rtol=1e-4, atol=1e-6 * scale
-        )
+        torch.testing.assert_close(opt.state[p]["exp_avg"].double(), 0.1 * exact[name], rtol=1e-4, atol=1e-6 * scale)
         torch.testing.assert_close(
             opt.state[p]["exp_avg_sq"].double(), 0.001 * exact[name] ** 2, rtol=1e-4, atol=1e-8 * scale**2
         )
