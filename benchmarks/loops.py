@@ -7,6 +7,8 @@ that one batch over all tokens of the window would make.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from benchmarks.batches import MicroBatch
@@ -30,7 +32,38 @@ def torch_adamw(optimizer: torch.optim.AdamW, loss: torch.Tensor, batch: MicroBa
         optimizer.zero_grad()
 
 
-MODES = {"explicit": explicit}
+def in_backward(optimizer: FusedAccumAdamW, loss: torch.Tensor, batch: MicroBatch) -> None:
+    """FusedAccumAdamW after accumulate_in_backward() or direct_wgrad(): backward itself accumulates."""
+    optimizer.scale_loss(loss, weight=batch.tokens).backward()
+    if batch.ends_window:
+        optimizer.step()
+
+
+def step_in_backward(optimizer: FusedAccumAdamW, loss: torch.Tensor, batch: MicroBatch) -> None:
+    """The same, with the update inside the window's last backward."""
+    loss = optimizer.scale_loss(loss, weight=batch.tokens)
+    if batch.ends_window:
+        with optimizer.step_in_backward():
+            loss.backward()
+    else:
+        loss.backward()
+
+
+def begin(mode: str, optimizer: FusedAccumAdamW, model: torch.nn.Module) -> Any:
+    """What ``mode`` needs before the first micro-batch; keep what it returns as long as it is to last."""
+    if mode == "in-backward":
+        return optimizer.accumulate_in_backward()
+    if mode in ("direct", "step-in-backward"):
+        return optimizer.direct_wgrad(model)
+    return None
+
+
+MODES = {
+    "explicit": explicit,
+    "in-backward": in_backward,
+    "direct": in_backward,
+    "step-in-backward": step_in_backward,
+}
 
 
 def gradient_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -113,6 +113,11 @@ class Run:
         self.position = stop
         return stop == window_end
 
+    def must_go_on(self) -> bool:
+        """Whether a stop has to wait: an update inside a backward is never begun and left."""
+        in_window = self.position > self.windows.first(self.windows.of(self.position))
+        return self.settings.mode == "step-in-backward" and in_window
+
     def log_window(self) -> dict[str, dict[str, Any]]:
         """Log the window just completed; returns its lines by side."""
         window = self.windows.of(self.position - 1)
@@ -239,7 +244,7 @@ def train(run: Run, stop: StopRequest) -> bool:
     done = run.windows.of(run.position)
     seconds = 0.5 if sys.stderr.isatty() else 10  # between two drawings: in a file each is a line
     with tqdm(total=s.steps, initial=done, unit="step", dynamic_ncols=True, mininterval=seconds) as bar:
-        while run.position < run.end and stop.signal is None:
+        while run.position < run.end and (stop.signal is None or run.must_go_on()):
             if not run.advance():
                 continue
             bar.set_postfix_str(readable(run.log_window()), refresh=False)

@@ -10,7 +10,7 @@ import torch
 from benchmarks import JobError, train_state
 from benchmarks.batches import MicroBatch, pad
 from benchmarks.gpt import GPT
-from benchmarks.loops import MODES, gradient_bytes, torch_adamw
+from benchmarks.loops import MODES, begin, gradient_bytes, torch_adamw
 from benchmarks.settings import Settings
 from benchmarks.text import Passages
 from fused_accum import FusedAccumAdamW
@@ -44,7 +44,7 @@ class Side:
             except (ValueError, RuntimeError) as error:
                 raise JobError(f"--backend {s.backend}: {error}") from error
             self.runs_on = ", ".join(f"{row.parameters} tensors on backend {row.backend}" for row in rows)
-            self._learn = MODES[s.mode]
+            self._learn, self._mode = MODES[s.mode], begin(s.mode, self.optimizer, self.model)
         else:
             self.optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
             self.runs_on = "torch.optim.AdamW(fused=True)"

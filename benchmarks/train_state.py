@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks import JobError
+from fused_accum import FusedAccumAdamW
 
 FORMAT = "fused_accum pretrain 1"
 
@@ -71,7 +72,9 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
         warnings.simplefilter("ignore", UserWarning)
         optimizer_state = optimizer.state_dict()
     # torch.optim.AdamW has no buffer: its open window is what lies in p.grad, which no state_dict holds.
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    # Where backward accumulates, p.grad is the window itself, which the state_dict does hold.
+    held = isinstance(optimizer, FusedAccumAdamW) and optimizer.accumulates_in_backward
+    gradients = {} if held else {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"model": model.state_dict(), "optimizer": optimizer_state, "gradients": gradients}
 
 
@@ -81,6 +84,6 @@ def restore_training_state(
     """Mutates ``model`` and ``optimizer`` into what ``training_state`` saw."""
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    for name, p in model.named_parameters():
-        gradient = saved["gradients"].get(name)
-        p.grad = None if gradient is None else gradient.to(p.device)
+    for name, gradient in saved["gradients"].items():
+        p = model.get_parameter(name)
+        p.grad = gradient.to(p.device)

@@ -21,6 +21,11 @@ class BackwardModes:
     _run: Runtime
     param_groups: list[dict[str, Any]]
 
+    @property
+    def accumulates_in_backward(self) -> bool:
+        """Whether ``p.grad`` holds the open window: hooks are installed, or were when it began."""
+        return self._run.backward is not None
+
     def accumulate_in_backward(self) -> Handle:
         """Let every backward accumulate into the buffers: no ``accumulate()``, and gradients freed one by one.
 
@@ -67,14 +72,14 @@ class BackwardModes:
             if owns:
                 session = self._run.start_backward(self.param_groups)
             elif session.direct or type(session) is MainGrad:
-                raise RuntimeError("direct_wgrad() or attach_main_grad() is installed already; remove() its handle before")
+                raise RuntimeError("direct_wgrad() or attach_main_grad() is installed already; remove() that first")
             return DirectHandle(session, model, owns, check)
 
     def attach_main_grad(self) -> Handle:
         """``accumulate_in_backward()``, with each buffer also as ``p.main_grad``, for layers that add to that.
 
-        For Megatron-Core's and TransformerEngine's layers with gradient accumulation fusion, which in their backward do
-        ``p.main_grad += dY^T X`` and return no gradient, or a dummy where ``p.grad_added_to_main_grad`` exists
+        For Megatron-Core's and TransformerEngine's layers with gradient accumulation fusion: their backward does
+        ``p.main_grad += dY^T X`` and returns no gradient, or a dummy where ``p.grad_added_to_main_grad`` exists
         (``zero_out_wgrad`` is honoured). ``main_grad`` (``accum_dtype``, the parameter's shape, contiguous) stays the
         same memory until ``remove()``, reads zero when a window begins, and becomes ``p.grad`` once the parameter has
         a contribution. Parameters of other layers accumulate in backward as ever.
@@ -94,12 +99,12 @@ class BackwardModes:
     ) -> Tensor:
         """What ``accumulate(scale, weight=weight)`` is in explicit mode: call backward on what this returns.
 
-        With weights (the token count of a mean loss) ``step`` divides by their sum over the window, as there. A weight
-        is recorded when the backward of its loss finishes; a loss that is never backpropagated adds none, and setting
-        all ``p.grad`` to None discards the weights. A weight of 0 sends no gradient down, not even NaN.
+        With weights (the token count of a mean loss) ``step`` divides by their sum over the window, as there. A
+        weight is recorded when the backward of its loss finishes; a loss that is never backpropagated adds none, and
+        setting all ``p.grad`` to None discards the weights. A weight of 0 sends no gradient down, not even NaN.
 
-        While weights are recorded ``p.grad`` is the sum not yet divided by them: changing it (clipping) makes ``step``
-        raise.
+        While weights are recorded ``p.grad`` is the sum not yet divided by them: changing it (clipping) makes
+        ``step`` raise.
 
         Args:
             loss: any tensor with a graph; not mutated.

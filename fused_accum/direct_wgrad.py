@@ -59,8 +59,8 @@ def _wanted(ctx: Any, input: int, name: str) -> bool:
         wanted = torch._C._will_engine_execute_node(ctx.next_functions[input][0])
     except RuntimeError as error:
         raise RuntimeError(
-            f"torch.autograd.grad() with respect to parameter {name}: its gradient goes straight into the optimizer's "
-            "buffer (direct_wgrad) and is never a tensor; remove() the handle first, or use backward()"
+            f"torch.autograd.grad() with respect to parameter {name}: its gradient goes straight into the "
+            "optimizer's buffer (direct_wgrad) and is never a tensor; remove() the handle first, or use backward()"
         ) from error
     if wanted and torch.is_grad_enabled():
         raise RuntimeError(
@@ -89,7 +89,13 @@ class DirectLinear(_Direct):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, link: Link, transposed: bool, dtype: torch.dtype | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        link: Link,
+        transposed: bool,
+        dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.link, ctx.transposed = link, transposed
         ctx.parameters = weakref.ref(weight), None if bias is None else weakref.ref(bias)

@@ -35,7 +35,8 @@ class _Finish:
 
 class Task:
     """One backward pass. touched: it has added to a gradient. replaced: it found a ``p.grad`` that was not where it
-    had been put. direct: it has added to buffers directly. scale, weight: what ``scale_loss`` gave it. nested: it runs within another."""
+    had been put. direct: it has added to buffers directly. scale, weight: what ``scale_loss`` gave it. nested: it
+    runs within another."""
 
     __slots__ = ("alive", "direct", "id", "nested", "replaced", "scale", "touched", "weight")
 

@@ -8,34 +8,30 @@ its place, a fresh one or one that somebody put there, moves it into the buffer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import checks
-from .graph_tasks import GraphTasks, Task, current_task_id
+from .graph_tasks import GraphTasks, current_task_id
 from .slots import RequiringGrad, Slot, accept_any_dtype, refuse_second_owner, remove_hooks, trains
 from .state import PARAMETER_DTYPES
+from .window_in_grad import WindowInGrad
 
 if TYPE_CHECKING:
     from .buckets import Bucket
     from .runtime import Runtime
     from .step_in_backward import StepInBackward
 
-UNFINISHED = (
-    "a backward pass before this call did not finish (an exception, out of memory, an interrupt), so that p.grad holds "
-    "part of a micro-batch; call zero_grad() to drop the window, then repeat its micro-batches"
-)
 
-
-class InBackward:
+class InBackward(WindowInGrad):
     """The hooks of one optimizer. Hooks hold this object, and it holds no parameter: no cycle, no leak.
 
     ready: called with (slot, parameter) after every hook, when set. stepping: while inside step_in_backward(), which
-    finishing ends. installed: False once removed in mid-window,
-    until the window ends: p.grad stays the authority for it.
+    finishing ends. installed: False once removed in mid-window, until the window ends: p.grad stays the authority
+    for it.
     """
 
     def __init__(self, run: Runtime) -> None:
@@ -197,7 +193,7 @@ class InBackward:
         """Set p.grad to the buffer, which now holds the window's sum; ``again`` where we took it out ourselves."""
         p = bucket.params[row]
         view = bucket.accums[row].data  # with a version counter of its own
-        if slot.window == self.window and not again:  # it had been set in this window already: somebody discarded or replaced it
+        if slot.window == self.window and not again:  # set in this window before: somebody discarded or replaced it
             self.tasks.touch().replaced = True
         if view.dtype != p.dtype and p.grad_dtype is not None:
             p.grad = None
@@ -219,169 +215,6 @@ class InBackward:
                     self.expose(slot, bucket, row)
                     bucket.present[row] = 0
 
-    # -- the window -----------------------------------------------------------------------------------------
-
-    def params(self) -> Iterator[Tensor]:
-        for bucket in self.run().built():
-            yield from bucket.params
-
-    def sums(self) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, gradient) of every parameter with a contribution: what a step would use."""
-        return [(p, p.grad) for p in self.params() if p.grad is not None]
-
-    def settle(self) -> None:
-        """When nothing is left of the window, because all p.grad were set to None, close its books."""
-        if self.stepping is not None or not self.run().window.microbatches:
-            return
-        if any(p.grad is not None for p in self.params()):
-            return
-        if any(slot.window == self.window for slot in self.slots.values()):  # else its weights are 0, and that counts
-            self.close()
-
-    def close(self) -> None:
-        """The window's books start again; p.grad is left alone."""
-        self.run().window.clear()
-        self.spoiled = self.edited = None
-        self.ready = None
-        self.direct_backwards = 0
-
-    def discarded(self) -> None:
-        """p.grad was cleared by the optimizer itself: whatever happened to it is over."""
-        self.tasks.forget_failures()
-        self.close()
-        self.end_removed()
-
-    def stepped(self) -> None:
-        """The window was consumed: what p.grad was set to in it reads zero from now on."""
-        self.window += 1
-        self.close()
-        self.end_removed()
-
-    def refuse_step(self) -> None:
-        """Raise RuntimeError unless p.grad holds whole micro-batches."""
-        if self.finishing:
-            return
-        self.refuse_unfinished()
-        self.settle()
-        self.refuse_wrong_counts()
-        if self.run().window.weighted:
-            self.audit()
-            if self.edited is not None:
-                raise RuntimeError(
-                    f"p.grad of parameter {self.edited} was changed after its backward, while scale_loss() has recorded "
-                    "weights: it holds the sum not yet divided by them, which step() does, so that clipping or scaling "
-                    "it acts on another gradient than meant; clip inside the step with max_grad_norm, or leave the "
-                    "weights out and divide the loss yourself. zero_grad() drops the window"
-                )
-
-    def refuse_wrong_counts(self) -> None:
-        """The self-check of direct_wgrad: every backward adds the same number of times to a parameter."""
-        count = self.direct_backwards
-        for slot in self.direct if self.check_direct and count else ():
-            if slot.window == self.window and slot.contributions % count:
-                raise RuntimeError(
-                    f"parameter {self.run().name_of(slot.param())} got {slot.contributions} direct contributions in "
-                    f"{count} backwards, which is not the same number in each; zero_grad() drops the window"
-                )
-
-    # -- weights ----------------------------------------------------------------------------------------------
-
-    def expect(self, weight: float | None) -> None:
-        """A loss is being given a weight, or none: raises ValueError where the open window has it otherwise."""
-        self.settle()
-        window = self.run().window
-        window.refuse_mixing(weight)
-        if weight is not None:
-            if window.weighted:
-                self.audit()
-            self.ready = self._note_version
-
-    def record(self, scale: float, weight: float | None) -> None:
-        """The running backward is that of a scaled loss; it counts once it has finished."""
-        task = self.tasks.enter()
-        if weight is None:
-            task.scale = scale
-        else:
-            task.weight = (task.weight or 0.0) + weight
-
-    def _note_version(self, slot: Slot, p: Tensor) -> None:
-        """After a hook, while weights are recorded: autograd's addition raises the version by one."""
-        if p.grad is not None:
-            version = p.grad._version
-            if version > slot.version + 1:
-                self.edited = self.run().name_of(p)
-            slot.version = version
-
-    def audit(self) -> None:
-        """Note whether a p.grad has been changed since the last hook."""
-        for slot in self.slots.values():
-            p = slot.param()
-            if p is not None and p.grad is not None:
-                own = self.holds(slot) and p.grad.data_ptr() == slot.ptr and p.grad._version == slot.version
-                if not own:
-                    self.edited = self.run().name_of(p)
-
-    def drop(self) -> None:
-        """Set every p.grad of an open window to None."""
-        if self.run().window.microbatches or self.tasks.unfinished():
-            for p in self.params():
-                p.grad = None
-        self.discarded()
-
-    def refuse_unfinished(self) -> None:
-        """Raise RuntimeError while p.grad holds a part of a micro-batch."""
-        if self.spoiled is not None:
-            self.settle()
-            if self.spoiled is not None:
-                raise self.spoiled
-        if not self.tasks.unfinished():
-            return
-        if any(p.grad is not None for p in self.params()):
-            raise RuntimeError(UNFINISHED)
-        self.tasks.forget_failures()
-        self.close()
-
-    def _touched(self, task: Task) -> None:
-        """Before anything of a new backward is counted in."""
-        run = self.run()
-        if run is None:
-            return
-        run.refuse_half_applied("backward")
-        run.stepped_in_backward = False
-        if len(self.tasks.running) > 1 and self.tasks.unfinished():
-            # Discarded in between, if all that is there now was put there by this backward.
-            if any(self.holds(slot) for slot in self.slots.values()):
-                raise RuntimeError(UNFINISHED)
-            self.tasks.forget_failures()
-            self.close()
-
-    def holds(self, slot: Slot) -> bool:
-        """Whether p.grad still is what a hook of this window set it to."""
-        p = slot.param()
-        return slot.window == self.window and p is not None and p.grad is not None and p.grad is slot.view()
-
-    def _finished(self, task: Task) -> None:
-        run = self.run()
-        if run is None:
-            return
-        if self.stepping is None and task.replaced and self.edited is None and not any(slot.backward != self.backwards and self.holds(slot) for slot in self.slots.values()):
-            self.close()  # nothing of the earlier micro-batches is left
-        self.backwards += 1
-        self.direct_backwards += task.direct
-        window = run.window
-        if window.microbatches and window.weighted != (task.weight is not None):
-            try:
-                window.refuse_mixing(task.weight)
-            except ValueError as error:
-                self.spoiled = error
-                raise
-        if task.weight is not None:
-            window.add(1.0, task.weight)
-        elif task.scale is not None:
-            window.add(task.scale, None)
-        else:
-            window.count()
-
 
 class Handle:
     """What ``accumulate_in_backward`` returns: ``remove()`` takes the hooks out; so does leaving ``with`` it."""
@@ -390,7 +223,7 @@ class Handle:
         self._session = session
 
     def remove(self) -> None:
-        """Take the hooks out; p.grad, where it holds an open window, is still stepped. Calling it again is harmless."""
+        """Take the hooks out; p.grad, where it holds an open window, is still stepped. Harmless a second time."""
         self._session.remove()
 
     def __enter__(self) -> Handle:

@@ -31,21 +31,30 @@ class MainGrad(InBackward):
 
     def cover(self, params: Iterable[Tensor]) -> None:
         params = list(params)
+        for p in params:
+            self._refuse(p)
         super().cover(params)
         for bucket in self.run().built():
             bucket.allocate([i for i, p in enumerate(bucket.params) if bucket.accums[i] is None and trains(p)])
-            for row, p in enumerate(bucket.params):
-                accum = bucket.accums[row]
-                if accum is None or getattr(p, "main_grad", None) is not None:
-                    continue
-                if not accum.is_contiguous():
-                    raise RuntimeError(
-                        f"parameter {bucket.name_of(p)} is not contiguous, which main_grad must be; make it "
-                        "p.data.contiguous() first"
-                    )
-                self._clear(bucket, row)
-                p.main_grad = accum.data
-                self.guards.append(p.register_hook(self._guard(self.slots[id(p)])))
+            for row, (p, accum) in enumerate(zip(bucket.params, bucket.accums)):
+                if accum is not None and getattr(p, "main_grad", None) is None:
+                    self._clear(bucket, row)
+                    p.main_grad = accum.data
+                    self.guards.append(p.register_hook(self._guard(self.slots[id(p)])))
+
+    def _refuse(self, p: Tensor) -> None:
+        bucket, row = self.run().find(p)
+        existing, accum = getattr(p, "main_grad", None), bucket.accums[row]
+        if existing is not None and (accum is None or existing.data_ptr() != accum.data_ptr()):
+            raise RuntimeError(
+                f"parameter {bucket.name_of(p)} has a main_grad that is not this optimizer's (of Megatron's "
+                "DistributedDataParallel?); one owner only: del p.main_grad first"
+            )
+        if not p.is_contiguous():
+            raise RuntimeError(
+                f"parameter {bucket.name_of(p)} is not contiguous, which its main_grad must be; make it so with "
+                "p.data = p.data.contiguous() first"
+            )
 
     def _guard(self, slot: Slot) -> Callable[[Tensor | None], None]:
         """Runs before autograd adds: a dummy must not be added to the buffer that p.grad is."""

@@ -174,8 +174,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         with self._run.exclusive("discard_microbatch"):
             if self._run.backward is not None:
                 raise RuntimeError(
-                    "discard_microbatch() while accumulating in backward: p.grad holds the whole window, of which one "
-                    "micro-batch cannot be taken out again; call zero_grad() and repeat the window"
+                    "discard_microbatch() while accumulating in backward: p.grad holds the whole window, of which "
+                    "one micro-batch cannot be taken out again; call zero_grad() and repeat the window"
                 )
             for group in self.param_groups:
                 for p in group["params"]:

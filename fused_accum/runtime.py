@@ -103,8 +103,8 @@ class Runtime:
             raise RuntimeError("this optimizer already accumulates in backward; remove() the first handle before")
         if session is None and self.window.microbatches and not explicit and not self.hooks_missing:
             raise RuntimeError(
-                f"{self.window.microbatches} explicit micro-batch(es) are pending, which backward cannot add to; call "
-                "step() or zero_grad() before accumulating in backward"
+                f"{self.window.microbatches} explicit micro-batch(es) are pending, which backward cannot add to; "
+                "call step() or zero_grad() before accumulating in backward"
             )
         if session is None:
             session = kind(self)
@@ -238,8 +238,8 @@ class Runtime:
             self.backward.settle()
             if self.backward.tasks.unfinished():
                 warnings.warn(
-                    "a backward did not finish, so p.grad holds part of a micro-batch; the open window is left out of "
-                    "what is saved (zero_grad() drops it)",
+                    "a backward did not finish, so p.grad holds part of a micro-batch; the open window is left out "
+                    "of what is saved (zero_grad() drops it)",
                     UserWarning,
                     stacklevel=4,
                 )

@@ -1,4 +1,4 @@
-"""Scales and token weights for backwards that accumulate by themselves: factors of the loss, books on its backward."""
+"""Scales and token weights where backward accumulates: factors of the loss, recorded by its backward."""
 
 from __future__ import annotations
 

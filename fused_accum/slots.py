@@ -25,7 +25,8 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "backward", "contributions", "grad_dtype", "handle", "param", "ptr", "version", "view", "window"
+        "__weakref__", "backward", "contributions", "grad_dtype", "handle",
+        "param", "ptr", "version", "view", "window",
     )  # fmt: skip
 
     def __init__(self, p: Tensor) -> None:

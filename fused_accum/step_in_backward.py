@@ -64,7 +64,9 @@ class StepInBackward:
             session.stepping = self
             session.ready = None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.session.stepping = None
         if error is not None:
             self.run.half_applied = f"{kind.__name__}: {error}"
@@ -87,8 +89,8 @@ class StepInBackward:
             self._begin(task)
         if task is not self.task or id(p) in self.done:
             raise RuntimeError(
-                f"step_in_backward(): parameter {self.run.name_of(p)} got a gradient from a second backward; it holds "
-                "one, that of the window's last micro-batch: put the others before it"
+                f"step_in_backward(): parameter {self.run.name_of(p)} got a gradient from a second backward; it "
+                "holds one, that of the window's last micro-batch: put the others before it"
             )
         if self._total(task) != self.weight:
             raise RuntimeError(

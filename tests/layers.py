@@ -16,7 +16,7 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        size_out = x.size()[:-1] + (self.nf,)
+        size_out = (*x.size()[:-1], self.nf)
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
 
 

@@ -34,9 +34,8 @@ def assert_sums(model, exact, dtype=None):
             assert p.grad is None, name
             continue
         rtol = RTOL[dtype or p.dtype]
-        torch.testing.assert_close(
-            p.grad.double(), exact[name], rtol=rtol, atol=rtol * float(exact[name].abs().max()), msg=lambda m, n=name: f"{n}: {m}"
-        )  # fmt: skip
+        atol = rtol * float(exact[name].abs().max())
+        torch.testing.assert_close(p.grad.double(), exact[name], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -112,7 +111,7 @@ def test_buffer_dtypes(make, device, dtype, accum_dtype):
 def test_many_tokens_in_16_bit(make, device):
     """More than one block of tokens; the sum is kept in fp32 between them."""
     model = nn.Sequential(nn.Linear(40, 24)).to(device, torch.bfloat16)
-    opt, _ = covered(make, model)
+    _opt, _ = covered(make, model)
     x = torch.randn(1000, 40, device=device, dtype=torch.bfloat16)
     for _ in range(2):
         model(x).sum().backward()
@@ -127,7 +126,7 @@ def test_frozen_parts(make, device, trains, input_grad):
     model = nn.Sequential(nn.Linear(8, 5)).to(device)
     model[0].weight.requires_grad_(trains in ("both", "weight"))
     model[0].bias.requires_grad_(trains in ("both", "bias"))
-    opt, _ = covered(make, model)
+    _opt, _ = covered(make, model)
     x = torch.randn(3, 8, device=device, requires_grad=input_grad)
     if trains == "neither":
         assert loss_of(model, x).requires_grad == input_grad
@@ -140,7 +139,7 @@ def test_frozen_parts(make, device, trains, input_grad):
 
 def test_freezing_and_unfreezing_in_mid_window(make, device):
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 5)).to(device)
-    opt, _ = covered(make, model, check=False)
+    _opt, _ = covered(make, model, check=False)
     xs = [torch.randn(3, 8, device=device) for _ in range(3)]
     expected = {}
     for k, x in enumerate(xs):
@@ -180,7 +179,7 @@ def test_checkpoints(make, device, how):
 def test_used_twice_in_one_backward(make, device):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(device)
     model[2].weight = model[0].weight
-    opt, handle = covered(make, model)
+    _opt, handle = covered(make, model)
     assert handle.direct.count("0.weight") == 1
     xs = [torch.randn(3, 8, device=device) for _ in range(2)]
     exact = exact_gradients(model, xs)
@@ -192,7 +191,7 @@ def test_used_twice_in_one_backward(make, device):
 def test_a_weight_that_is_also_used_outside_its_layer(make, device):
     """Direct and ordinary contributions meet in one buffer."""
     model = nn.Sequential(nn.Linear(8, 8)).to(device)
-    opt, _ = covered(make, model)
+    _opt, _ = covered(make, model)
     x = torch.randn(3, 8, device=device)
     twin = copy.deepcopy(model).double()
     for net, inputs in ((model, x), (twin, x.double())):
@@ -203,7 +202,7 @@ def test_a_weight_that_is_also_used_outside_its_layer(make, device):
 
 def test_several_backwards_and_retain_graph(make, device):
     model = Net().to(device)
-    opt, _ = covered(make, model)
+    _opt, _ = covered(make, model)
     (batch,) = tokens(1, device=device)
     exact = exact_gradients(model, [batch] * 2)
     loss = loss_of(model, batch)
@@ -217,7 +216,7 @@ def test_autocast(make, device, dtype):
     """Activations and the cast weight are bf16; the sum is fp32, without a bf16 gradient between."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 5)).to(device, dtype)
     twin = copy.deepcopy(model)
-    opt, _ = covered(make, model)
+    _opt, _ = covered(make, model)
     x = torch.randn(64, 8, device=device, dtype=dtype)
     for net in (model, twin):
         for _ in range(2):
@@ -376,9 +375,10 @@ def test_double_backward_raises(make, device):
     model = nn.Sequential(nn.Linear(8, 5)).to(device)
     opt, _ = covered(make, model)
     x = torch.randn(3, 8, device=device)
-    with warnings.catch_warnings(), pytest.raises(RuntimeError, match=r"create_graph=True reached parameter '0.weight'"):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loss_of(model, x).backward(create_graph=True)
+        with pytest.raises(RuntimeError, match=r"create_graph=True reached parameter '0.weight'"):
+            loss_of(model, x).backward(create_graph=True)
     assert model[0].weight.grad is None
     assert not opt.state
 
@@ -479,7 +479,7 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("why", ORDINARY)
 def test_what_stays_ordinary(make, device, why):
     model = nn.Sequential(ORDINARY[why]()).to(device)
-    opt, handle = covered(make, model)
+    _opt, handle = covered(make, model)
     assert handle.direct == []
     assert set(handle.ordinary) == {name for name, _ in model.named_parameters()}
     reasons = [reason for name, reason in handle.ordinary.items() if "parametrizations." not in name]

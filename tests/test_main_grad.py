@@ -202,6 +202,19 @@ def test_grad_scaler_finds_inf(make, device, protocol):
     assert not any(p.main_grad.any() for p in model.parameters())
 
 
+def test_a_main_grad_of_another_owner_is_refused(make, device):
+    model = Net().to(device)
+    opt = make(model.named_parameters())
+    model.head.weight.main_grad = torch.zeros_like(model.head.weight)
+    with pytest.raises(RuntimeError, match=r"'head.weight' has a main_grad that is not this optimizer's"):
+        opt.attach_main_grad()
+    del model.head.weight.main_grad
+    opt.attach_main_grad()
+    strided = nn.Parameter(torch.zeros(5, 3, device=device).t())
+    with pytest.raises(RuntimeError, match="'strided' is not contiguous"):
+        make([("strided", strided)]).attach_main_grad()
+
+
 def test_with_the_other_modes(make, device):
     model = Net().to(device)
     opt = make(model.named_parameters())

@@ -206,6 +206,24 @@ def test_a_failed_save_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
+@pytest.mark.parametrize("mode", ["in-backward", "direct", "step-in-backward"])
+def test_modes_train_like_torch_and_resume(job, monkeypatch, mode):
+    """The losses of torch's loop, half of explicit mode's gradient memory, and the same bits after a resume."""
+    both = job("--compare", "--mode", mode, out="both")
+    ours, theirs = ([w for w in events(both, "window") if w["optimizer"] == side] for side in OPTIMIZERS)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+    assert ours[-1]["gradient_bytes"] == theirs[-1]["gradient_bytes"]
+    whole = job("--mode", mode, out="whole")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 6)
+        out = job("--mode", mode, status=128 + signal.SIGINT)
+    # in mid-window; but an update that happens inside a backward is waited for
+    assert train_state.load(out / "checkpoint.pt")["position"] == (8 if mode == "step-in-backward" else 6)
+    job("--mode", mode, "--resume")
+    assert_same_end(whole, out)
+
+
 # -- windows and weights ------------------------------------------------------------------------------------
 
 

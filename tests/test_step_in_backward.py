@@ -57,12 +57,12 @@ def test_bit_equal_to_the_explicit_path(make, device, mode, count, dtype):
         assert_same_run(*opts)
 
 
-# With a bf16 buffer only explicit mode rounds as the explicit path does: autograd rounds its sums before it adds them.
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
         *product(["explicit", "in-backward"], [{"amsgrad": True}, {"maximize": True}]),
         ("explicit", {"accum_dtype": torch.bfloat16}),
+        ("in-backward", {"accum_dtype": torch.bfloat16}),
     ],
     ids=str,
 )
@@ -245,7 +245,7 @@ def test_reentrant_checkpointing_is_refused(make, device, known):
     if known:  # refused on entry: nothing has happened
         opt.step()
     else:
-        with pytest.raises(RuntimeError, match="half|some parameters"):
+        with pytest.raises(RuntimeError, match="left some parameters updated"):
             opt.step()
         opt.load_state_dict(saved)
 
@@ -271,7 +271,7 @@ def test_grad_scaler_is_refused(make, device):
     opt.accumulate_in_backward()
     with opt.step_in_backward():
         scaler.scale(loss_with(params, gradients(params, 1)[0].grads)).backward()
-    with pytest.raises(RuntimeError, match="GradScaler.*step_in_backward"):
+    with pytest.raises(RuntimeError, match=r"GradScaler.*step_in_backward"):
         scaler.step(opt)
 
 
