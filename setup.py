@@ -197,8 +197,8 @@ class Nvcc:
         homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
         places = [Path(home, "bin", "nvcc") for home in homes]
         places += [Path(found) for found in [shutil.which("nvcc")] if found]
-        for folder in sys.path:
-            places += sorted(Path(folder or ".", "nvidia").glob("c*/bin/nvcc"), reverse=True)
+        for folder in (*sys.path, sysconfig.get_path("purelib")):  # the latter: with build isolation
+            places += sorted(Path(folder or ".", "nvidia").glob("cu*/bin/nvcc"), reverse=True)
         for place in places:
             if os.access(place, os.X_OK):
                 return (str(place),)
@@ -214,9 +214,10 @@ class Nvcc:
         ).stdout
 
     def flags(self) -> list[str]:
+        threads = min(os.cpu_count() or 1, len(self.archs))
         newest = max(self.archs, key=lambda arch: int(re.match(r"\d+", arch)[0]))
         codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
-        return [*NVCC_FLAGS, *codes, f"-gencode=arch=compute_{newest},code=compute_{newest}", "--threads=0"]
+        return [*NVCC_FLAGS, *codes, f"-gencode=arch=compute_{newest},code=compute_{newest}", f"--threads={threads}"]
 
 
 def cpu_units(compiler: Compiler) -> list[Unit]:

@@ -171,6 +171,8 @@ using cuda_emulation::steps_on_device;
 constexpr bool steps_on_device = false;  // all of them, because a test says so
 #endif
 
+bool counted_on_host(const Row& row) { return row.step_on_host && !steps_on_device; }
+
 // Counts an update of every row and makes its scalars.
 void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, ScalarSlot* slots, double scale,
                 double coefficient, const CudaExecutor::Factors& factors, cudaStream_t stream) {
@@ -197,7 +199,7 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
       table->groups[*place] = hypers[size_t(row.group)];
     }
     const int i = table->count++;
-    const bool on_host = row.step_on_host && !steps_on_device;
+    const bool on_host = counted_on_host(row);
     table->group[i] = static_cast<uint8_t>(*place);
     table->kind[i] = uint8_t((row.step_is_double ? kStepIsDouble : 0) | (on_host ? kStepOnHost : 0) |
                              (row.param.dtype == DType::f64 ? kSlotIsDouble : 0));
@@ -234,6 +236,9 @@ void CudaExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers
                                 std::to_string(slot_count_));
   }
   refuse_misaligned(rows);
+  if (factors_.found_inf && std::any_of(rows.begin(), rows.end(), counted_on_host)) {
+    throw std::invalid_argument("found_inf on the device needs the counts of updates there: the host would count on");
+  }
   const DeviceGuard guard(device_);
   run_counts(rows, hypers, slots_, scale, coefficient, factors_, stream_);
   if (!one_by_one) return run_rows(rows, 0, rows.size(), true, slots_, scale, stream_);
