@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native
+from .. import _native, norms
 from ..rows import Rows
 from ..state import Options
 from .base import Backend
@@ -38,15 +38,19 @@ def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def executor(device: torch.device, slots: Tensor | None = None) -> Any:
-    """What runs rows on ``device``, on its current stream; ``slots``: memory for the scalars of a step's rows."""
+def executor(
+    device: torch.device, slots: Tensor | None = None, divisor: Tensor | None = None, skip: Tensor | None = None
+) -> Any:
+    """What runs rows on ``device``, on its current stream; ``slots``: memory for the scalars of a step's rows.
+    divisor, skip: 0-dim float32 there: what the coefficient is divided by; not 0 for no update."""
     stream = current_stream(device)
     handle = 0 if stream is None else stream.cuda_stream
     if slots is None:
         return _C.Cuda(device.index or 0, handle)
     if stream is not None:
         slots.record_stream(stream)
-    return _C.Cuda(device.index or 0, handle, slots.data_ptr(), len(slots))
+    addresses = [0 if factor is None else factor.data_ptr() for factor in (divisor, skip)]
+    return _C.Cuda(device.index or 0, handle, slots.data_ptr(), len(slots), *addresses)
 
 
 def slots_for(rows: int, device: torch.device) -> Tensor:
@@ -59,15 +63,18 @@ class CudaBucket(NativeBucket):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.slots: Tensor | None = None
+        self.divisor: Tensor | None = None  # of the last step: alive until its kernels are in the stream
 
     def stream(self) -> Any:
         return current_stream(self.device)
 
-    def executor(self, steps: bool) -> Any:
+    def executor(self, steps: bool, factors: norms.Factors | None = None) -> Any:
         if steps and self.slots is None:
             with torch.inference_mode(False):
                 self.slots = slots_for(len(self.params), self.device)
-        return executor(self.device, self.slots if steps else None)
+        clip, skip = factors or (None, None)
+        self.divisor = None if clip is None else clip.reciprocal().float()
+        return executor(self.device, self.slots if steps else None, self.divisor, skip)
 
     def complete(self, state: dict[str, Any], p: Tensor, group: dict[str, Any], options: Options) -> None:
         super().complete(state, p, group, options)
@@ -83,6 +90,7 @@ def _why_not(index: int) -> str | None:
 class Cuda(Backend):
     name = "cuda"
     bucket_type = CudaBucket
+    skips_on_device = True
 
     def why_not(self, device: torch.device) -> str | None:
         if _C is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .. import checks
+from .. import checks, norms
 from ..buckets import Bucket
 from ..rows import Rows
 from ..state import PARAMETER_DTYPES, Hyper
@@ -31,9 +31,13 @@ class NativeBucket(Bucket):
         """Where the tensors are, as DLPack names it."""
         return self.module.Place(PLACE_TYPES[self.device.type], self.device.index or 0)
 
-    def executor(self, steps: bool) -> Any:
+    def executor(self, steps: bool, factors: norms.Factors | None = None) -> Any:
         """What runs the rows of the coming call, a step or an accumulation."""
         raise NotImplementedError
+
+    def squares_address(self) -> int:
+        """Where kernels put sums of squares, a float64 per parameter; 0: they have none, torch finds them."""
+        return 0
 
     def stream(self) -> Any:
         """The torch stream that the coming call's kernels go to, for the allocator; None where there is none."""
@@ -70,7 +74,29 @@ class NativeBucket(Bucket):
         self.grads = None
 
     def accumulate(self, scale: float) -> None:
-        self.table.accumulate(self.present, scale, self.executor(False), self.stream())
+        address = self.squares_address() if self.options.measures else 0
+        self.table.accumulate(self.present, scale, self.executor(False), self.stream(), self.known, address)
+
+    def sum_up(self, scale: float) -> None:
+        code, address = PARAMETER_DTYPES.index(self.options.accum_dtype), self.squares_address()
+        self.measured = self.table.sum_up(
+            self.present, scale, code, self.executor(False), self.stream(), self.known, address
+        )
+        self.take_squares(scale)
+
+    def measure_gradients(self, scale: float) -> None:
+        code, address = PARAMETER_DTYPES.index(self.options.accum_dtype), self.squares_address()
+        if address:
+            self.measured = self.table.measure_gradients(scale, code, self.executor(False), address)
+        else:
+            self.measured = [i for i, p in enumerate(self.params) if p.grad is not None]
+        self.take_squares(scale)
+
+    def take_squares(self, scale: float) -> None:
+        if self.squares_address():
+            self.squares = self.all_squares[self.measured]
+        else:
+            self.squares = self.measure(self.measured, [self.params[i].grad for i in self.measured], scale)
 
     def prepare(self, state: dict, groups: Sequence[dict[str, Any]], hypers: Sequence[Hyper]) -> None:
         self.native_hypers = [self.module.Hyper(hyper) for hyper in hypers]
@@ -81,11 +107,18 @@ class NativeBucket(Bucket):
         self.grads = None
         self.refuse(self.table.prepare(state, self.native_hypers, self.present))
 
-    def step(self, state: dict, hypers: Sequence[Hyper], scale: float, coefficient: float) -> None:
+    def step(
+        self,
+        state: dict,
+        hypers: Sequence[Hyper],
+        scale: float,
+        coefficient: float,
+        factors: norms.Factors | None = None,
+    ) -> None:
         code = PARAMETER_DTYPES.index(self.options.accum_dtype)
         present = bytes(self.present)
         self.table.step(
-            self.native_hypers, self.present, code, scale, coefficient, self.executor(True), self.stream()
+            self.native_hypers, self.present, code, scale, coefficient, self.executor(True, factors), self.stream()
         )
         self.stale[:] = bytes(map(gt, self.stale, present))
 
