@@ -50,7 +50,8 @@ class Bucket:
         dtypes: the parameter's dtype when its buffer was made, as an index into PARAMETER_DTYPES.
         grads: what ``collect`` found; None before and after.
         known: not 0 where the sum of squares of what the buffer holds is kept from the pass that wrote it.
-        measured, squares: rows, and the sums of squares (float64) that ``sum_up`` or ``measure_gradients`` found there.
+        measured, squares: rows, and the sums of squares (float64) that ``sum_up`` or ``measure_gradients`` found
+            there.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Bucket:
 
     def sum_up(self, scale: float) -> None:
         """After ``prepare``, before a step that needs the norm: what is to be added to a buffer is added, and
-        ``measured`` and ``squares`` tell of every row with a contribution. A first contribution stays in ``p.grad``."""
+        ``measured`` and ``squares`` tell of every row with a contribution. A first one stays in ``p.grad``."""
         rows = self.contributing()
         both = [i for i in rows if self.grads[i] is not None and self.present[i] == 1]
         if both:

@@ -49,6 +49,9 @@ class Factors(NamedTuple):
     clip: Tensor | None
     skip: Tensor | None
 
+    def on(self, device: torch.device) -> Factors:
+        return Factors(*(f if f is None else f.to(device, non_blocking=True) for f in self))
+
 
 class Norms:
     """The norms of one step's gradient, where they were found; ``value``: the global one, where the host knows it."""

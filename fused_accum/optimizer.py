@@ -44,11 +44,11 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         accum_dtype: dtype of the buffers: float32 or bfloat16 (float64 for float64 parameters).
         state_dtype: dtype of exp_avg, exp_avg_sq, max_exp_avg_sq: float32 or bfloat16 (float64 for float64
             parameters); None: the parameter's, as torch.
-        max_grad_norm: clip the window's gradient (divided by the sum of weights and by GradScaler's scale) to this global
-            L2 norm inside ``step``, with torch.nn.utils.clip_grad_norm_'s coefficient; None: no clipping.
-        skip_nonfinite: "step": a window whose gradient has an inf or a NaN is dropped, parameters and state untouched;
-            "microbatch" (explicit mode only): a micro-batch with one is rejected before any of it is added and its
-            weight does not count; None: it is used as it is.
+        max_grad_norm: clip the window's gradient (divided by the sum of weights and by GradScaler's scale) to this
+            global L2 norm inside ``step``, with torch.nn.utils.clip_grad_norm_'s coefficient; None: no clipping.
+        skip_nonfinite: "step": a window whose gradient has an inf or a NaN is dropped, parameters and state
+            untouched; "microbatch" (explicit mode only): a micro-batch with one is rejected before any of it is added
+            and its weight does not count; None: it is used as it is.
         backend: "auto", or a name from ``python -m fused_accum``.
 
     Raises:

@@ -1,7 +1,7 @@
 """The two ways through a window: one more micro-batch, and its end.
 
 The end is a pipeline: collect (explicit, or from p.grad) -> norm and flag, where wanted -> coefficient -> update ->
-clear. What needs the whole sum before any update (a norm, a reduction over ranks) belongs between collect and coefficient.
+clear. What needs the whole sum before any update (a norm, a reduction over ranks) comes between collect and coefficient.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ def end_window(opt: FusedAccumAdamW, scale: float, weight: float | None) -> str 
                 return _abandon_window(opt, buckets, True)
         message = run.window.close()
         for bucket in buckets:
-            own = factors and norms.Factors(*(f if f is None else f.to(bucket.device, non_blocking=True) for f in factors))
-            bucket.step(opt.state, hypers, _factor(scale, weight), coefficient, own)
+            bucket.step(
+                opt.state, hypers, _factor(scale, weight), coefficient, factors and factors.on(bucket.device)
+            )
         if run.backward is not None:
             run.backward.stepped()
         return message
@@ -120,7 +121,7 @@ def discard_window(opt: FusedAccumAdamW) -> int:
 
 
 def on_host(opt: FusedAccumAdamW, buckets: list[Bucket]) -> bool:
-    """Whether a step must know the norm on the host: where parameters are, or for a backend that cannot skip itself."""
+    """Whether a step must know the norm on the host: for parameters there, or for a backend that cannot skip."""
     skips = opt._run.options.skip_nonfinite == "step"
     return any(b.device.type == "cpu" or (skips and not b.backend.skips_on_device) for b in buckets)
 

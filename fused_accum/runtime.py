@@ -105,9 +105,9 @@ class Runtime:
         """
         if self.options.skip_nonfinite == "microbatch":
             raise RuntimeError(
-                "skip_nonfinite='microbatch' rejects a micro-batch before any of it is added, but here backward adds each "
-                "gradient as it comes; construct the optimizer with skip_nonfinite='step', or call accumulate() after "
-                "every backward"
+                "skip_nonfinite='microbatch' rejects a micro-batch before any of it is added, but here backward adds "
+                "each gradient as it comes; construct the optimizer with skip_nonfinite='step', or call accumulate() "
+                "after every backward"
             )
         session = self.backward
         if session is not None and session.installed:

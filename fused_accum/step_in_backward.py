@@ -43,9 +43,9 @@ class StepInBackward:
             for name in ("max_grad_norm", "skip_nonfinite"):
                 if (value := getattr(run.options, name)) is not None:
                     raise RuntimeError(
-                        f"step_in_backward() with {name}={value!r}: that needs the whole gradient before any parameter is "
-                        "updated, and here each is updated as soon as its own is complete; call step() after the backward, "
-                        f"or construct the optimizer without {name}"
+                        f"step_in_backward() with {name}={value!r}: that needs the whole gradient before any "
+                        "parameter is updated, and here each is updated as soon as its own is complete; call step() "
+                        f"after the backward, or construct the optimizer without {name}"
                     )
             installed = run.backward is not None
             if installed:
