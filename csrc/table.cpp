@@ -1,6 +1,7 @@
 #include "table.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 namespace fa {
 namespace {
@@ -218,8 +219,10 @@ std::vector<size_t> Table::measure_gradients(double scale, int accum_dtype, Exec
   std::vector<size_t> measured;
   std::vector<Row> rows;
   for (size_t i = 0; i < entries_.size(); ++i) {
-    const Entry& e = entries_[i];
+    Entry& e = entries_[i];
     if (!e.has_grad()) continue;
+    // Before an accumulation only buffers have been read. A parameter that cannot be is found there or by prepare.
+    if (!readable(e.param, e.p)) throw std::invalid_argument("a parameter cannot be read");
     measured.push_back(i);
     rows.push_back(measurement(e, accum_dtype, reinterpret_cast<double*>(squares) + i));
   }

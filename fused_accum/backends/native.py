@@ -82,21 +82,20 @@ class NativeBucket(Bucket):
         self.measured = self.table.sum_up(
             self.present, scale, code, self.executor(False), self.stream(), self.known, address
         )
-        self.take_squares(scale)
-
-    def measure_gradients(self, scale: float) -> None:
-        code, address = PARAMETER_DTYPES.index(self.options.accum_dtype), self.squares_address()
         if address:
-            self.measured = self.table.measure_gradients(scale, code, self.executor(False), address)
-        else:
-            self.measured = [i for i, p in enumerate(self.params) if p.grad is not None]
-        self.take_squares(scale)
-
-    def take_squares(self, scale: float) -> None:
-        if self.squares_address():
             self.squares = self.all_squares[self.measured]
         else:
             self.squares = self.measure(self.measured, [self.params[i].grad for i in self.measured], scale)
+
+    def measure_gradients(self, scale: float) -> None:
+        if not self.squares_address():
+            self.measured = [i for i, p in enumerate(self.params) if p.grad is not None]
+            self.squares = self.measure(self.measured, [self.params[i].grad for i in self.measured], scale)
+            return
+        code = PARAMETER_DTYPES.index(self.options.accum_dtype)
+        squares = torch.zeros(len(self.params), dtype=torch.float64)  # not where those of the buffers are kept
+        self.measured = self.table.measure_gradients(scale, code, self.executor(False), squares.data_ptr())
+        self.squares = squares[self.measured]
 
     def prepare(self, state: dict, groups: Sequence[dict[str, Any]], hypers: Sequence[Hyper]) -> None:
         self.native_hypers = [self.module.Hyper(hyper) for hyper in hypers]
