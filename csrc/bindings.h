@@ -28,6 +28,8 @@ inline void bind_tables(py::module_& m) {
       .def("accept", &Table::accept)
       .def("collect", &Table::collect)
       .def("accumulate", &Table::accumulate)
+      .def("sum_up", &Table::sum_up)
+      .def("measure_gradients", &Table::measure_gradients)
       .def("prepare", &Table::prepare)
       .def("step", &Table::step)
       .def("step_row", &Table::step_one)

@@ -29,8 +29,49 @@ void write(T* __restrict__ a, const G* __restrict__ g, T scale, int64_t n) {
   for (int64_t i = 0; i < n; ++i) a[i] = first_contribution(scale, load_as<T>(g[i]));
 }
 
+// A sum of squares in double, in 16 lanes and a fixed tree above them, so that every instruction set gives the same bits
+// (the square of a float is exact, and products are never contracted). Added to in multiples of 16 but for the last time.
+template <class T>
+class Squares {
+ public:
+  void add(const T* x, int64_t n) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      Values values;
+      memcpy(&values, x + i, sizeof values);
+      const Sums wide = __builtin_convertvector(values, Sums);
+      lanes_ += wide * wide;
+    }
+    for (int64_t j = 0; i + j < n; ++j) lanes_[j] += double(x[i + j]) * double(x[i + j]);
+  }
+
+  double total() const {
+    double sums[kLanes];
+    memcpy(sums, &lanes_, sizeof sums);
+    for (int64_t half = kLanes / 2; half; half /= 2) {
+      for (int64_t j = 0; j < half; ++j) sums[j] += sums[j + half];
+    }
+    return sums[0];
+  }
+
+ private:
+  static constexpr int64_t kLanes = 16;
+  typedef T Values __attribute__((vector_size(kLanes * sizeof(T)), aligned(alignof(T))));
+  typedef double Sums __attribute__((vector_size(kLanes * sizeof(double))));
+
+  Sums lanes_ = {};
+};
+
+template <class T>
+double sum_of_squares(const T* x, int64_t n) {
+  Squares<T> sum;
+  sum.add(x, n);
+  return sum.total();
+}
+
+// `squares`, if not null, is added to.
 template <class T, class G>
-void write_past_cache(T* a, const G* g, T scale, int64_t n) {
+void write_past_cache(T* a, const G* g, T scale, int64_t n, Squares<T>* squares) {
   constexpr int64_t kPart = kTile / int64_t(sizeof(T));
   alignas(64) T tile[kPart];
   for (int64_t done = 0; done < n; done += kPart) {
@@ -38,6 +79,7 @@ void write_past_cache(T* a, const G* g, T scale, int64_t n) {
     const char* ahead = reinterpret_cast<const char*>(g + done) + kAhead;
     for (int64_t i = 0; i < kPart * int64_t(sizeof(G)); i += 64) __builtin_prefetch(ahead + i, 0, 0);
     write(tile, g + done, scale, part);
+    if (squares) squares->add(tile, part);
     stream_copy(reinterpret_cast<char*>(a + done), reinterpret_cast<const char*>(tile), part * int64_t(sizeof(T)));
   }
 #if defined(__SSE2__)
@@ -45,19 +87,39 @@ void write_past_cache(T* a, const G* g, T scale, int64_t n) {
 #endif
 }
 
+template <class T, class G>
+void accumulate_straight(const Row& row, T scale, int64_t begin, int64_t n, bool streaming, double* squares) {
+  T* a = at<T>(row.accum, begin);
+  const G* g = at<G>(row.grad, begin);
+  const bool past_cache = streaming && !row.has_accum;
+  if (!squares) {
+    past_cache      ? write_past_cache<T, G>(a, g, scale, n, nullptr)
+    : row.has_accum ? add(a, g, scale, n)
+                    : write(a, g, scale, n);
+    return;
+  }
+  for (int64_t from = 0; from < n; from += kBlock) {  // what was written is still in the L1 cache
+    const int64_t part = smaller(kBlock, n - from);
+    Squares<T> sum;
+    if (past_cache) {
+      write_past_cache(a + from, g + from, scale, part, &sum);
+    } else {
+      row.has_accum ? add(a + from, g + from, scale, part) : write(a + from, g + from, scale, part);
+      sum.add(a + from, part);
+    }
+    *squares++ = sum.total();
+  }
+}
+
 template <class T>
-void accumulate_range(const Row& row, double scale_, int64_t begin, int64_t end, bool streaming) {
+void accumulate_range(const Row& row, double scale_, int64_t begin, int64_t end, bool streaming, double* squares) {
+  static_assert(kBlock == kSquaresBlock, "a block has one sum of squares");
   const T scale = static_cast<T>(scale_);
   bool straight = false;
   with_storage(row.grad.dtype, [&](auto zero) {
     using G = decltype(zero);
     straight = in_place<G>(row.grad) && in_place<T>(row.accum);
-    if (!straight) return;
-    T* a = at<T>(row.accum, begin);
-    const G* g = at<G>(row.grad, begin);
-    row.has_accum ? add(a, g, scale, end - begin)
-    : streaming   ? write_past_cache(a, g, scale, end - begin)
-                  : write(a, g, scale, end - begin);
+    if (straight) accumulate_straight<T, G>(row, scale, begin, end - begin, streaming, squares);
   });
   if (straight) return;
 
@@ -67,7 +129,27 @@ void accumulate_range(const Row& row, double scale_, int64_t begin, int64_t end,
     const T* g = load(row, row.grad, from, n, grad_buffer);
     T* a = row.has_accum ? load(row, row.accum, from, n, accum_buffer) : accum_buffer;
     row.has_accum ? add(a, g, scale, n) : write(a, g, scale, n);
+    if (squares) {
+      round_to(row.accum.dtype, a, n);
+      *squares++ = sum_of_squares(a, n);
+    }
     store(row, row.accum, from, n, a);
+  }
+}
+
+template <class T>
+void measure_range(const Row& row, double scale_, int64_t begin, int64_t end, double* squares) {
+  const T scale = static_cast<T>(scale_);
+  alignas(64) T buffer[kBlock], sum[kBlock];
+  for (int64_t from = begin; from < end; from += kBlock) {
+    const int64_t n = smaller(kBlock, end - from);
+    if (!row.has_grad) {
+      *squares++ = sum_of_squares(load(row, row.accum, from, n, buffer), n);
+      continue;
+    }
+    write(sum, load(row, row.grad, from, n, buffer), scale, n);
+    round_to(row.accum_dtype, sum, n);
+    *squares++ = sum_of_squares(sum, n);
   }
 }
 
@@ -158,9 +240,14 @@ void step_range(const Row& row, int64_t begin, int64_t end) {
 }
 
 // Arithmetic is in float64 for float64 parameters, else in float32.
-void accumulate(const Row& row, double scale, int64_t begin, int64_t end, bool streaming) {
-  row.accum.dtype == DType::f64 ? accumulate_range<double>(row, scale, begin, end, streaming)
-                                : accumulate_range<float>(row, scale, begin, end, streaming);
+void accumulate(const Row& row, double scale, int64_t begin, int64_t end, bool streaming, double* squares) {
+  row.accum.dtype == DType::f64 ? accumulate_range<double>(row, scale, begin, end, streaming, squares)
+                                : accumulate_range<float>(row, scale, begin, end, streaming, squares);
+}
+
+void measure(const Row& row, double scale, int64_t begin, int64_t end, double* squares) {
+  row.accum_dtype == DType::f64 ? measure_range<double>(row, scale, begin, end, squares)
+                                : measure_range<float>(row, scale, begin, end, squares);
 }
 
 void step(const Row& row, int64_t begin, int64_t end) {
@@ -170,6 +257,6 @@ void step(const Row& row, int64_t begin, int64_t end) {
 }  // namespace
 
 extern const CpuKernels FA_CONCAT(cpu_kernels_, FA_ISA);
-const CpuKernels FA_CONCAT(cpu_kernels_, FA_ISA) = {FA_STRING(FA_ISA), accumulate, step};
+const CpuKernels FA_CONCAT(cpu_kernels_, FA_ISA) = {FA_STRING(FA_ISA), accumulate, measure, step};
 
 }  // namespace fa

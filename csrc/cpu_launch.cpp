@@ -22,13 +22,14 @@ struct Line {
   int64_t count;
   std::vector<int64_t> start;  // of each row on the line
 
-  Line(const Row* rows_, int64_t count_) : rows(rows_), count(count_), start(size_t(count_) + 1) {
-    for (int64_t i = 0; i < count; ++i) start[i + 1] = start[i] + rows[i].numel;
+  // Rows start at multiples of `unit`, and so then do their parts.
+  Line(const Row* rows_, int64_t count_, int64_t unit = 1) : rows(rows_), count(count_), start(size_t(count_) + 1) {
+    for (int64_t i = 0; i < count; ++i) start[i + 1] = start[i] + (rows[i].numel + unit - 1) / unit * unit;
   }
 
   int64_t length() const { return start[count]; }
 
-  // Calls visit(row, begin, end) for every part of a row in chunk number `chunk`.
+  // Calls visit(row, begin, end, its place on the line) for every part of a row in chunk number `chunk`.
   template <class Visit>
   void visit_chunk(int64_t chunk, Visit visit) const {
     const int64_t from = chunk * kChunk;
@@ -40,8 +41,8 @@ struct Line {
     }
     for (int64_t i = low; i < count && start[i] < to; ++i) {
       const int64_t begin = from > start[i] ? from - start[i] : 0;
-      const int64_t end = (to < start[i + 1] ? to : start[i + 1]) - start[i];
-      if (begin < end) visit(rows[i], begin, end);
+      const int64_t end = to - start[i] < rows[i].numel ? to - start[i] : rows[i].numel;
+      if (begin < end) visit(rows[i], begin, end, start[i] + begin);
     }
   }
 
@@ -60,6 +61,27 @@ struct Line {
         },
         &context);
   }
+};
+
+// The sums of squares of a call's rows: of blocks while it runs, then of rows, each added up in the order of its blocks.
+class BlockSquares {
+ public:
+  explicit BlockSquares(const Line& line) : line_(line), sums_(size_t(line.length() / kSquaresBlock)) {}
+
+  double* at(int64_t place) { return sums_.data() + place / kSquaresBlock; }
+
+  void finish() {
+    for (int64_t i = 0; i < line_.count; ++i) {
+      if (!line_.rows[i].squares) continue;
+      double sum = 0;
+      for (const double* block = at(line_.start[i]); block != at(line_.start[i + 1]); ++block) sum += *block;
+      *line_.rows[i].squares = sum;
+    }
+  }
+
+ private:
+  const Line& line_;
+  std::vector<double> sums_;
 };
 
 // What one core reaches; sysconf(_SC_LEVEL3_CACHE_SIZE) gives all of a socket's on some machines.
@@ -136,24 +158,49 @@ const CpuKernels& cpu_kernels() {
 
 void cpu_accumulate(const Row* rows, int64_t count, double scale, int threads) {
   const CpuKernels& kernels = cpu_kernels();
-  const Line line(rows, count);
   int64_t written = 0;
+  bool squares = false;
   for (int64_t i = 0; i < count; ++i) {
+    squares = squares || rows[i].squares;
     if (!rows[i].has_accum) written += rows[i].numel * int64_t(size_of(rows[i].accum.dtype));
   }
   const bool streaming = written > last_level_cache_bytes() / 2;
-  line.run(threads, [&](const Row& row, int64_t begin, int64_t end) {
-    kernels.accumulate(row, scale, begin, end, streaming);
+  if (!squares) {
+    return Line(rows, count).run(threads, [&](const Row& row, int64_t begin, int64_t end, int64_t) {
+      kernels.accumulate(row, scale, begin, end, streaming, nullptr);
+    });
+  }
+  const Line line(rows, count, kSquaresBlock);
+  BlockSquares sums(line);
+  line.run(threads, [&](const Row& row, int64_t begin, int64_t end, int64_t place) {
+    kernels.accumulate(row, scale, begin, end, streaming, row.squares ? sums.at(place) : nullptr);
   });
+  sums.finish();
+}
+
+void cpu_measure(const Row* rows, int64_t count, double scale, int threads) {
+  const CpuKernels& kernels = cpu_kernels();
+  const Line line(rows, count, kSquaresBlock);
+  BlockSquares sums(line);
+  line.run(threads, [&](const Row& row, int64_t begin, int64_t end, int64_t place) {
+    kernels.measure(row, scale, begin, end, sums.at(place));
+  });
+  sums.finish();
 }
 
 void cpu_step(const Row* rows, int64_t count, int threads) {
   const CpuKernels& kernels = cpu_kernels();
-  Line(rows, count).run(threads, [&](const Row& row, int64_t begin, int64_t end) { kernels.step(row, begin, end); });
+  Line(rows, count).run(threads, [&](const Row& row, int64_t begin, int64_t end, int64_t) {
+    kernels.step(row, begin, end);
+  });
 }
 
 void CpuExecutor::accumulate(const std::vector<Row>& rows, double scale) {
   cpu_accumulate(rows.data(), int64_t(rows.size()), scale, threads_);
+}
+
+void CpuExecutor::measure(const std::vector<Row>& rows, double scale) {
+  cpu_measure(rows.data(), int64_t(rows.size()), scale, threads_);
 }
 
 void CpuExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,

@@ -229,6 +229,10 @@ void CudaExecutor::accumulate(const std::vector<Row>& rows, double scale) {
   run_rows(rows, 0, rows.size(), false, nullptr, scale, stream_);
 }
 
+void CudaExecutor::measure(const std::vector<Row>&, double) {
+  throw std::logic_error("there is no kernel for sums of squares");
+}
+
 void CudaExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
                         bool one_by_one) {
   if (int64_t(rows.size()) > slot_count_) {

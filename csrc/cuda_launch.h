@@ -24,6 +24,7 @@ class CudaExecutor : public Executor {
   CudaExecutor(int device, uint64_t stream, uint64_t slots, int64_t slot_count, Factors factors);
 
   void accumulate(const std::vector<Row>& rows, double scale) override;
+  void measure(const std::vector<Row>& rows, double scale) override;  // throws: backend "cuda" lets torch do it
   void step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
             bool one_by_one) override;
 

@@ -30,6 +30,7 @@ struct Row {
   void* step = nullptr;              // the count of updates, float32 or float64
   bool step_is_double = false;
   bool step_on_host = true;
+  double* squares = nullptr;         // where the sum of squares goes, of what accum then holds; null: not wanted
 };
 
 // What runs rows somewhere. Everything is checked before; an error throws.
@@ -39,6 +40,9 @@ class Executor {
 
   // accum <- scale*grad where the row has no accum yet, else accum + scale*grad.
   virtual void accumulate(const std::vector<Row>& rows, double scale) = 0;
+
+  // The sum of squares of every row's accum, or of what a first accumulation of its grad would write; reads only.
+  virtual void measure(const std::vector<Row>& rows, double scale) = 0;
 
   // Counts an update of every row and makes it, from its grad, its accum, or both; `one_by_one` where rows share
   // memory that is written.
@@ -50,6 +54,7 @@ class CpuExecutor : public Executor {
  public:
   explicit CpuExecutor(int threads) : threads_(threads) {}
   void accumulate(const std::vector<Row>& rows, double scale) override;
+  void measure(const std::vector<Row>& rows, double scale) override;
   void step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
             bool one_by_one) override;
 
@@ -57,16 +62,25 @@ class CpuExecutor : public Executor {
   const int threads_;
 };
 
-// accum <- scale*grad where the row has no accum yet, else accum + scale*grad.
+// accum <- scale*grad where the row has no accum yet, else accum + scale*grad. A row's `squares`, where it has a place
+// for them, get the sum of squares in one order: the same bits for any threads, instruction set, and other rows.
 void cpu_accumulate(const Row* rows, int64_t count, double scale, int threads);
+
+// As Executor::measure.
+void cpu_measure(const Row* rows, int64_t count, double scale, int threads);
 
 // One AdamW update of every row from its grad, its accum, or both. Rows must not share memory that is written.
 void cpu_step(const Row* rows, int64_t count, int threads);
 
+constexpr int64_t kSquaresBlock = 1024;  // elements
+
 // What one instruction set provides, on elements [begin, end) of one row.
 struct CpuKernels {
   const char* name;
-  void (*accumulate)(const Row& row, double scale, int64_t begin, int64_t end, bool streaming);
+  // squares, if not null: gets the sum of squares of every kSquaresBlock elements of what is written; `begin` is then a
+  // multiple of that.
+  void (*accumulate)(const Row& row, double scale, int64_t begin, int64_t end, bool streaming, double* squares);
+  void (*measure)(const Row& row, double scale, int64_t begin, int64_t end, double* squares);
   void (*step)(const Row& row, int64_t begin, int64_t end);
 };
 

@@ -1,6 +1,7 @@
 #include "table.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 namespace fa {
 namespace {
@@ -155,24 +156,98 @@ bool Table::step_one(size_t row, py::list accums, py::bytearray present, py::byt
   return true;
 }
 
-void Table::accumulate(py::bytearray present, double scale, Executor& executor, py::object stream) {
+Row Table::accumulation(const Entry& e, bool has_accum, double* squares) const {
+  Row row;
+  row.has_grad = true;
+  row.has_accum = has_accum;
+  row.squares = squares;
+  fill(row, e, false);
+  return row;
+}
+
+Row Table::measurement(const Entry& e, int accum_dtype, double* squares) const {
+  Row row;
+  row.has_grad = e.has_grad();
+  row.has_accum = !row.has_grad;
+  row.squares = squares;
+  const TensorInfo& source = row.has_grad ? e.g : e.a;
+  row.accum_dtype = !row.has_grad ? e.a.dtype : e.p.dtype == DType::f64 ? DType::f64 : static_cast<DType>(accum_dtype);
+  // In the order in which a buffer would hold it, which is the parameter's.
+  Operand& operand = row.has_grad ? row.grad : row.accum;
+  operand.data = source.data;
+  operand.dtype = source.dtype;
+  operand.strides = is_dense(e.p) && same_strides(source, e.p) ? nullptr : source.strides;
+  row.numel = source.numel;
+  row.ndim = source.ndim;
+  row.sizes = source.sizes;
+  return row;
+}
+
+std::vector<size_t> Table::sum_up(py::bytearray present, double scale, int accum_dtype, Executor& executor,
+                                  py::object stream, py::bytearray known, uintptr_t squares) {
+  double* const places = reinterpret_cast<double*>(squares);
+  const auto place = [&](size_t i) { return places ? places + i : nullptr; };
+  std::vector<size_t> taking_part, added;
+  std::vector<Row> additions, measurements;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const Entry& e = entries_[i];
+    if (!e.steps) continue;
+    taking_part.push_back(i);
+    if (e.has_grad() && bytes_of(present)[i]) {
+      added.push_back(i);
+      additions.push_back(accumulation(e, true, place(i)));
+    } else if (places && !(bytes_of(present)[i] == 1 && bytes_of(known)[i])) {
+      measurements.push_back(measurement(e, accum_dtype, place(i)));
+    }
+  }
+  {
+    py::gil_scoped_release release;
+    if (!additions.empty()) executor.accumulate(additions, scale);
+    if (!measurements.empty()) executor.measure(measurements, scale);
+  }
+  for (size_t i : added) {
+    Entry& e = entries_[i];
+    bytes_of(known)[i] = places != nullptr;
+    if (!stream.is_none()) record_stream(e, stream);
+    if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
+    e.grad = py::object();
+  }
+  return taking_part;
+}
+
+std::vector<size_t> Table::measure_gradients(double scale, int accum_dtype, Executor& executor, uintptr_t squares) {
+  std::vector<size_t> measured;
+  std::vector<Row> rows;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    Entry& e = entries_[i];
+    if (!e.has_grad()) continue;
+    // Before an accumulation only buffers have been read. A parameter that cannot be is found there or by prepare.
+    if (!readable(e.param, e.p)) throw std::invalid_argument("a parameter cannot be read");
+    measured.push_back(i);
+    rows.push_back(measurement(e, accum_dtype, reinterpret_cast<double*>(squares) + i));
+  }
+  py::gil_scoped_release release;
+  executor.measure(rows, scale);
+  return measured;
+}
+
+void Table::accumulate(py::bytearray present, double scale, Executor& executor, py::object stream,
+                       py::bytearray known, uintptr_t squares) {
+  double* const places = reinterpret_cast<double*>(squares);
   std::vector<Row> rows;
   rows.reserve(entries_.size());
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& e = entries_[i];
-    if (!e.has_grad()) continue;
-    Row row;
-    row.has_grad = true;
-    row.has_accum = bytes_of(present)[i] != 0;
-    fill(row, e, false);
-    rows.push_back(row);
+    if (e.has_grad()) rows.push_back(accumulation(e, bytes_of(present)[i] != 0, places ? places + i : nullptr));
   }
   {
     py::gil_scoped_release release;
     executor.accumulate(rows, scale);
   }
   for (size_t i = 0; i < entries_.size(); ++i) {
-    if (entries_[i].has_grad()) bytes_of(present)[i] = 1;
+    if (!entries_[i].has_grad()) continue;
+    bytes_of(present)[i] = 1;
+    bytes_of(known)[i] = places != nullptr;
   }
   record_gradients(stream);
   drop_gradients();  // nobody else sees the buffers: their version counters stay

@@ -32,7 +32,19 @@ class Table {
 
   // (1) for what collect found; sets those p.grad to None. stream: the torch stream the kernels go to, which the
   // allocator of the gradients is told of; None where there is none.
-  void accumulate(py::bytearray present, double scale, Executor& executor, py::object stream);
+  // squares: address of a double per row, or 0. Where given, it gets the sum of squares of every buffer that was written,
+  // and known (bytearray) 1.
+  void accumulate(py::bytearray present, double scale, Executor& executor, py::object stream, py::bytearray known,
+                  uintptr_t squares);
+
+  // Before a step that needs the whole sum first, after prepare: (1) for rows with a gradient and a contribution, whose
+  // p.grad becomes None. Then, where `squares` is given, the sums of squares of all rows with a contribution that are
+  // not known: of the buffer, or of scale*grad where the step will read that. Returns the numbers of those rows.
+  std::vector<size_t> sum_up(py::bytearray present, double scale, int accum_dtype, Executor& executor, py::object stream,
+                             py::bytearray known, uintptr_t squares);
+
+  // The sums of squares of scale*grad, of every row with a gradient still to be added; reads only. Returns their numbers.
+  std::vector<size_t> measure_gradients(double scale, int accum_dtype, Executor& executor, uintptr_t squares);
 
   // Reads the state of every row with a contribution. Returns the row that needs attention or kAllRight.
   Py_ssize_t prepare(py::dict state, const std::vector<Hyper>& hypers, py::bytearray present);
@@ -57,6 +69,8 @@ class Table {
   bool usable_gradient(const Entry& entry) const;
   bool read_state(Entry& entry, PyObject* state, const Hyper& hyper) const;
   bool parameters_overlap();
+  Row accumulation(const Entry& entry, bool has_accum, double* squares) const;
+  Row measurement(const Entry& entry, int accum_dtype, double* squares) const;
   static void record_stream(const Entry& entry, const py::object& stream);
   void record_gradients(const py::object& stream);
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import checks
+from . import checks, norms
 from .rows import Rows
 from .state import MOMENTS, PARAMETER_DTYPES, Hyper, Options, complete
 
@@ -49,6 +49,9 @@ class Bucket:
         stale: 1 where the buffer, when nothing is present, does not read zero.
         dtypes: the parameter's dtype when its buffer was made, as an index into PARAMETER_DTYPES.
         grads: what ``collect`` found; None before and after.
+        known: not 0 where the sum of squares of what the buffer holds is kept from the pass that wrote it.
+        measured, squares: rows, and the sums of squares (float64) that ``sum_up`` or ``measure_gradients`` found
+            there.
     """
 
     def __init__(
@@ -67,6 +70,9 @@ class Bucket:
         self.dtypes = bytearray(len(self.params))
         self.present = bytearray(len(self.params))
         self.stale = bytearray(len(self.params))
+        self.known = bytearray(len(self.params))
+        self.measured: list[int] = []
+        self.squares: Tensor = torch.zeros(0, dtype=torch.float64)
         self.grads: Sequence[Tensor | None] | dict[int, Tensor | None] | None = None
         self.factors: tuple[Tensor | None, Tensor | None] = (None, None)
         self.hypers: Sequence[Hyper] = ()  # of the groups, for ``step_row``
@@ -112,9 +118,65 @@ class Bucket:
                 if spec.name in state[p]:
                     checks.check_state(self.name_of(p), spec.name, p, state[p][spec.name])
 
-    def step(self, state: dict, hypers: Sequence[Hyper], scale: float, coefficient: float) -> None:
+    def sum_up(self, scale: float) -> None:
+        """After ``prepare``, before a step that needs the norm: what is to be added to a buffer is added, and
+        ``measured`` and ``squares`` tell of every row with a contribution. A first one stays in ``p.grad``."""
+        rows = self.contributing()
+        both = [i for i in rows if self.grads[i] is not None and self.present[i] == 1]
+        if both:
+            accums = [self.accums[i] for i in both]
+            self.backend.accumulate(accums, [self.grads[i] for i in both], [False] * len(both), scale)
+            increment_version(accums)
+            for i in both:
+                self.params[i].grad = self.grads[i] = None
+        self.measured = rows
+        self.squares = self.measure(rows, [self.grads[i] for i in rows], scale)
+
+    def measure_gradients(self, scale: float) -> None:
+        """``measured`` and ``squares`` of ``scale * p.grad`` for every collected gradient; changes nothing else."""
+        self.measured = [i for i, g in enumerate(self.grads) if g is not None]
+        self.squares = self.measure(self.measured, [self.grads[i] for i in self.measured], scale)
+
+    @torch.no_grad()
+    def measure(self, rows: Sequence[int], grads: Sequence[Tensor | None], scale: float) -> Tensor:
+        """The sum of squares of each row's buffer, or of the sum that ``grads`` would begin there."""
+        found: dict[int, Tensor] = {}
+        whole: dict[int, Tensor] = {}
+        for i, g in zip(rows, grads):
+            if g is None or self.present[i] == BY_GRAD:
+                whole[i] = self.accums[i]
+            else:
+                first = self.first_contribution(i, g, scale)
+                if first is g:
+                    whole[i] = g
+                else:
+                    found[i] = norms.norms_of([first])[0]  # one temporary at a time
+        if whole:
+            found.update(zip(whole, norms.norms_of(list(whole.values()))))
+        if not found:
+            return torch.zeros(0, dtype=torch.float64, device=self.device)
+        return torch.stack([found[i] for i in rows]).square()
+
+    def first_contribution(self, i: int, g: Tensor, scale: float) -> Tensor:
+        """What (1) would put into the buffer of row ``i``; ``g`` itself where that is the same."""
+        p, dtype = self.params[i], self.options.accum_dtype_for(self.params[i])
+        if scale == 1.0 and g.dtype == dtype and g.stride() == p.stride():
+            return g
+        first = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format)
+        self.backend.accumulate([first], [g], [True], scale)
+        return first
+
+    def step(
+        self,
+        state: dict,
+        hypers: Sequence[Hyper],
+        scale: float,
+        coefficient: float,
+        factors: norms.Factors | None = None,
+    ) -> None:
         """(2) to (6) for every row with a contribution, after ``prepare``; consumes gradients and buffers."""
         table = self.rows(self.contributing(), state, hypers, scale, coefficient)
+        table.factors = factors
         self.backend.adamw(table)
         aliases = [g for g, present in zip(self.grads, self.present) if present == BY_GRAD]
         increment_version([*table.written(), *aliases])
@@ -257,6 +319,13 @@ class Bucket:
                 self.accums[i].zero_()
                 self.stale[i] = 0
         self.present[:] = bytes(len(self.params))
+
+    def clear_aliases(self) -> None:
+        """Make the buffers that ``collect`` found to be p.grad read zero."""
+        for i, present in enumerate(self.present):
+            if present == BY_GRAD:
+                self.accums[i].zero_()
+                self.stale[i] = 0
 
     def export(self) -> dict[int, Accum]:
         """Every buffer by ``id(parameter)``."""

@@ -124,6 +124,7 @@ def pickled(opt: FusedAccumAdamW) -> dict[str, Any]:
     whole = run.has_whole_window()
     return {
         "options": run.options,
+        "skipped": (opt.skipped_steps, opt.skipped_microbatches),
         "amp_requested": run.amp_requested,
         "window": run.window.emptied() if run.window.microbatches and not whole else run.window,
         "sums": [(p, _saved(run, p, accum)) for p, accum in run.contributions()] if whole else [],
@@ -134,6 +135,7 @@ def pickled(opt: FusedAccumAdamW) -> dict[str, Any]:
 def unpickle(opt: FusedAccumAdamW, saved: dict[str, Any]) -> None:
     """Rebuild the runtime of a copy from ``pickled``'s result."""
     run = opt._run = Runtime(saved["options"])
+    run.skipped_steps, run.skipped_microbatches = saved.get("skipped", (0, 0))
     run.amp_requested = saved["amp_requested"]
     run.window = saved["window"]
     run.hooks_missing = saved["in_backward"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import checkpoint, pipeline
+from . import checkpoint, norms, pipeline
 from .backward_modes import BackwardModes
 from .entry import hooked, one_graph_break
 from .runtime import Runtime
@@ -44,6 +44,11 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         accum_dtype: dtype of the buffers: float32 or bfloat16 (float64 for float64 parameters).
         state_dtype: dtype of exp_avg, exp_avg_sq, max_exp_avg_sq: float32 or bfloat16 (float64 for float64
             parameters); None: the parameter's, as torch.
+        max_grad_norm: clip the window's gradient (divided by the sum of weights and by GradScaler's scale) to this
+            global L2 norm inside ``step``, with torch.nn.utils.clip_grad_norm_'s coefficient; None: no clipping.
+        skip_nonfinite: "step": a window whose gradient has an inf or a NaN is dropped, parameters and state
+            untouched; "microbatch" (explicit mode only): a micro-batch with one is rejected before any of it is added
+            and its weight does not count; None: it is used as it is.
         backend: "auto", or a name from ``python -m fused_accum``.
 
     Raises:
@@ -66,6 +71,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         fused: bool | None = None,
         accum_dtype: torch.dtype = torch.float32,
         state_dtype: torch.dtype | None = torch.float32,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: str | None = None,
         backend: str = "auto",
     ) -> None:
         if differentiable:
@@ -73,7 +80,12 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
                 "differentiable=True: the fused update writes in place and records no graph; use "
                 "torch.optim.AdamW(differentiable=True) to differentiate through the optimizer"
             )
-        self._run = Runtime(Options.checked(accum_dtype, state_dtype, backend))
+        options = Options.checked(accum_dtype, state_dtype, backend)
+        options = options._replace(
+            max_grad_norm=norms.checked_max_grad_norm(max_grad_norm),
+            skip_nonfinite=norms.checked_skip_nonfinite(skip_nonfinite),
+        )
+        self._run = Runtime(options)
         super().__init__(
             params,
             lr,
@@ -208,6 +220,45 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         if self._run.backward is not None:
             self._run.backward.settle()
         return self._run.window.pending
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global L2 norm of the last stepped (or skipped) window's gradient before clipping, a new 0-dim tensor.
+
+        Of what the update uses: divided by the sum of weights and by GradScaler's scale. float32, or float64 where a
+        parameter is. None before the first step, and without ``max_grad_norm`` and ``skip_nonfinite="step"``.
+        """
+        found = self._run.norms
+        return None if found is None else found.total().to(found.dtype)
+
+    def grad_norms(self) -> dict[Tensor, Tensor]:
+        """The L2 norm of every parameter's part of ``grad_norm``'s gradient, 0-dim, by parameter; those without a
+        contribution are left out. Empty where ``grad_norm`` is None."""
+        found = self._run.norms
+        return {} if found is None else found.each()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps ``skip_nonfinite="step"`` has dropped (those that GradScaler drops are not counted).
+
+        On a GPU reading it waits for the device.
+        """
+        run = self._run
+        return run.skipped_steps + (0 if run.skipped_on_device is None else int(run.skipped_on_device))
+
+    @property
+    def skipped_microbatches(self) -> int:
+        """How many micro-batches ``skip_nonfinite="microbatch"`` has rejected."""
+        return self._run.skipped_microbatches
+
+    @property
+    def nonfinite_parameter(self) -> str | None:
+        """The name of the first parameter with an inf or a NaN in what was skipped last; None: nothing was.
+
+        With the CUDA backend, where the host does not know of a skip: of the last step, None if that was finite.
+        """
+        found = self._run.offender
+        return None if found is None else found.nonfinite()
 
     @property
     def backends(self) -> list[BackendRow]:

@@ -1,13 +1,17 @@
 """The two ways through a window: one more micro-batch, and its end.
 
-The end is a pipeline: collect (explicit, or from p.grad) -> coefficient -> update -> clear. What needs the whole sum
-before any update (a norm, a reduction over ranks) belongs between collect and coefficient.
+The end is a pipeline: collect (explicit, or from p.grad) -> norm and flag, where wanted -> coefficient -> update ->
+clear. What needs the whole sum before any update (a norm, a reduction over ranks) comes between collect and coefficient.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from . import norms
 from .buckets import Bucket
 from .state import Hyper
 from .window import host_number
@@ -47,6 +51,8 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float, weight: float | None) ->
         if not found:
             return
         run.window.refuse_mixing(weight)
+        if factor != 0 and _rejected(opt, buckets, factor):
+            return
         # Counted before the kernels run: an interrupt during them is raised right after, never between.
         run.window.add(scale, weight)
         for bucket in buckets:
@@ -73,19 +79,33 @@ def end_window(opt: FusedAccumAdamW, scale: float, weight: float | None) -> str 
     try:
         if run.backward is None and found:
             run.window.refuse_mixing(weight)
-        inverse_grad_scale, found_inf = _amp_factors(amp, buckets)
+        inverse_grad_scale, found_inf = _amp_factors(amp, buckets, on_device=not run.options.measures)
+        if run.backward is None and found and not found_inf and _rejected(opt, buckets, _factor(scale, weight)):
+            buckets, found = run.collect(opt.param_groups, buffers=False)
         total = run.window.total_weight(weight if found else None)
         if found_inf or (total == 0 and run.window.microbatches):
             return _abandon_window(opt, buckets, found_inf)
         hypers = [Hyper.of(group) for group in opt.param_groups]
+        before = _without_state(opt) if run.options.skip_nonfinite == "step" else []
         for bucket in buckets:
             bucket.prepare(opt.state, opt.param_groups, hypers)
         if run.backward is None and found:
             run.window.add(scale, weight)
-        message = run.window.close()
         coefficient = (1.0 if total is None else 1.0 / total) * inverse_grad_scale
+        factors = None
+        if run.options.measures:
+            for bucket in buckets:
+                bucket.sum_up(_factor(scale, weight))
+            coefficient, factors = _judge(opt, buckets, coefficient)
+            if coefficient is None:
+                for p in before:
+                    opt.state.pop(p, None)
+                return _abandon_window(opt, buckets, True)
+        message = run.window.close()
         for bucket in buckets:
-            bucket.step(opt.state, hypers, _factor(scale, weight), coefficient)
+            bucket.step(
+                opt.state, hypers, _factor(scale, weight), coefficient, factors and factors.on(bucket.device)
+            )
         if run.backward is not None:
             run.backward.stepped()
         return message
@@ -101,11 +121,65 @@ def discard_window(opt: FusedAccumAdamW) -> int:
     return dropped
 
 
+def on_host(opt: FusedAccumAdamW, buckets: list[Bucket]) -> bool:
+    """Whether a step must know the norm on the host: for parameters there, or for a backend that cannot skip."""
+    skips = opt._run.options.skip_nonfinite == "step"
+    return any(b.device.type == "cpu" or (skips and not b.backend.skips_on_device) for b in buckets)
+
+
+def _judge(
+    opt: FusedAccumAdamW, buckets: list[Bucket], coefficient: float
+) -> tuple[float | None, norms.Factors | None]:
+    """The clipped coefficient (None: skip the step), and what of it only the device knows."""
+    run, options = opt._run, opt._run.options
+    if not any(bucket.measured for bucket in buckets):
+        return coefficient, None
+    run.norms = found = norms.Norms(buckets, coefficient)
+    skips = options.skip_nonfinite == "step"
+    if not on_host(opt, buckets):
+        factors = norms.factors(found.total(), options.max_grad_norm, skips)
+        if skips:
+            before = 0 if run.skipped_on_device is None else run.skipped_on_device
+            run.skipped_on_device = factors.skip.long() + before
+            run.offender = found
+        return coefficient, factors
+    norm = found.on_host()
+    if skips and not math.isfinite(norm):
+        run.skipped_steps += 1
+        run.offender = found
+        return None, None
+    if options.max_grad_norm is None:
+        return coefficient, None
+    return coefficient * norms.clip_coefficient(norm, options.max_grad_norm), None
+
+
+def _rejected(opt: FusedAccumAdamW, buckets: list[Bucket], factor: float) -> bool:
+    """Whether the collected micro-batch is not finite and is to be skipped; its gradients are gone then."""
+    run = opt._run
+    if run.options.skip_nonfinite != "microbatch":
+        return False
+    for bucket in buckets:
+        bucket.measure_gradients(factor)
+    found = norms.Norms(buckets, 1.0)
+    if found.nonfinite() is None:
+        return False
+    run.offender = found
+    run.skipped_microbatches += 1
+    for bucket in buckets:
+        bucket.drop_gradients()
+    return True
+
+
+def _without_state(opt: FusedAccumAdamW) -> list[Tensor]:
+    return [p for group in opt.param_groups for p in group["params"] if not opt.state.get(p)]
+
+
 def _abandon_window(opt: FusedAccumAdamW, buckets: list[Bucket], found_inf: bool) -> str | None:
-    """End the window without an update: GradScaler found an inf, or there is nothing to divide by."""
+    """End the window without an update: a gradient is not finite, or there is nothing to divide by."""
     run = opt._run
     for bucket in buckets:
         bucket.drop_gradients()
+        bucket.clear_aliases()
     count = run.window.microbatches
     run.discard()
     if run.backward is not None:
@@ -151,12 +225,13 @@ def _amp_tensors(opt: FusedAccumAdamW) -> tuple[Any, Any] | None:
     return opt.grad_scale, opt.found_inf
 
 
-def _amp_factors(amp: tuple[Any, Any] | None, buckets: list[Bucket]) -> tuple[float, bool]:
-    """(1 / grad_scale, found_inf); (1, False) where there are none, and where all buckets heed them on the device."""
+def _amp_factors(amp: tuple[Any, Any] | None, buckets: list[Bucket], on_device: bool) -> tuple[float, bool]:
+    """(1 / grad_scale, found_inf); (1, False) where there are none, and where all buckets heed them on the device,
+    which ``on_device`` allows: a norm of the unscaled gradient needs them here."""
     if amp is None:
         return 1.0, False
     grad_scale, found_inf = amp
-    if all(bucket.reads_factors(grad_scale, found_inf) for bucket in buckets):
+    if on_device and all(bucket.reads_factors(grad_scale, found_inf) for bucket in buckets):
         for bucket in buckets:
             bucket.factors = amp
         return 1.0, False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .norms import Factors
 from .state import Hyper
 
 
@@ -25,6 +26,7 @@ class Rows:
         groups: index into ``hypers``.
         scale: multiplies ``grads`` before they are added (``s`` of the design's equations).
         coefficient: multiplies the window's sum (``c``).
+        factors: more of it, on the device; of backends whose tensors are not on the CPU.
     """
 
     params: Sequence[Tensor]
@@ -40,6 +42,7 @@ class Rows:
     hypers: Sequence[Hyper]
     scale: float
     coefficient: float
+    factors: Factors | None = None
 
     def written(self) -> list[Tensor]:
         """Every tensor that an update of these rows writes."""

@@ -18,6 +18,7 @@ from . import backends
 from ._native import same_objects
 from .buckets import Accum, Bucket, Stale
 from .in_backward import InBackward
+from .norms import Norms
 from .state import Options
 from .window import Window
 
@@ -68,6 +69,10 @@ class Runtime:
         self.hooks_missing = False  # a copy of an optimizer that accumulated in backward
         self.half_applied: str | None = None  # what stopped a step in the middle
         self.stepped_in_backward = False  # the last window, and no backward since
+        self.norms: Norms | None = None  # of the last step that needed them
+        self.offender: Norms | None = None  # of what was skipped last
+        self.skipped_steps = self.skipped_microbatches = 0
+        self.skipped_on_device: Tensor | None = None  # steps, counted where the host does not know of them
         self._groups: Sequence[dict[str, Any]] = []
         self._where: dict[int, tuple[Bucket, int]] = {}
         self._members: list[list[Tensor]] = []  # of every group
@@ -98,6 +103,12 @@ class Runtime:
 
         explicit: whether explicit micro-batches may be pending.
         """
+        if self.options.skip_nonfinite == "microbatch":
+            raise RuntimeError(
+                "skip_nonfinite='microbatch' rejects a micro-batch before any of it is added, but here backward adds "
+                "each gradient as it comes; construct the optimizer with skip_nonfinite='step', or call accumulate() "
+                "after every backward"
+            )
         session = self.backward
         if session is not None and session.installed:
             raise RuntimeError("this optimizer already accumulates in backward; remove() the first handle before")
@@ -261,5 +272,6 @@ class Runtime:
                 with torch.no_grad():
                     bucket.accums[i].copy_(accums[id(bucket.params[i])][1])
                 bucket.present[i] = 1
+                bucket.known[i] = 0
         if self.backward is not None:
             self.backward.publish()

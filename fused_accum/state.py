@@ -32,6 +32,13 @@ class Options(NamedTuple):
     accum_dtype: torch.dtype
     state_dtype: torch.dtype | None
     backend: str
+    max_grad_norm: float | None = None
+    skip_nonfinite: str | None = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether a step needs the norm of the whole gradient before it updates anything."""
+        return self.max_grad_norm is not None or self.skip_nonfinite == "step"
 
     @classmethod
     def checked(cls, accum_dtype: Any, state_dtype: Any, backend: Any) -> Options:

@@ -40,6 +40,13 @@ class StepInBackward:
         run = self.run
         with run.exclusive("step_in_backward"):
             run.refuse_missing_hooks("step_in_backward")
+            for name in ("max_grad_norm", "skip_nonfinite"):
+                if (value := getattr(run.options, name)) is not None:
+                    raise RuntimeError(
+                        f"step_in_backward() with {name}={value!r}: that needs the whole gradient before any "
+                        "parameter is updated, and here each is updated as soon as its own is complete; call step() "
+                        f"after the backward, or construct the optimizer without {name}"
+                    )
             installed = run.backward is not None
             if installed:
                 run.backward.refuse_step()

@@ -63,8 +63,9 @@ class Cell:
 class Oracle:
     """Follows `opt` (ours or torch's): hyper-parameters are read from its groups at every window."""
 
-    def __init__(self, opt, accum_dtype=torch.float32, state_dtype=torch.float32):
+    def __init__(self, opt, accum_dtype=torch.float32, state_dtype=torch.float32, max_grad_norm=None):
         self.opt, self.accum_dtype, self.state_dtype = opt, accum_dtype, state_dtype
+        self.max_grad_norm, self.norm = max_grad_norm, None
         self.cells: dict[Tensor, Cell] = {}
         self.watch()
 
@@ -112,12 +113,24 @@ class Oracle:
             if divisor == 0.0:
                 return
         buffers = dict(zip(self.params, self.accum(micros)))
+        clip = self._clip([b for b in buffers.values() if b is not None], 1.0 / divisor)
         done = set()
         for group in self.opt.param_groups:
             for p in group["params"]:
                 if p not in done and buffers[p] is not None:
-                    self._update(self.cells[p], buffers[p], 1.0 / divisor, group)
+                    self._update(self.cells[p], buffers[p], clip / divisor, group)
                 done.add(p)
+
+    def _clip(self, sums: list[Bounded], c: float) -> float:
+        """clip_grad_norm_'s coefficient; what the norm may be off by is added to the bounds of ``sums``."""
+        if self.max_grad_norm is None:
+            return 1.0
+        norm, off = (sum(float(x.square().sum()) for x in xs) ** 0.5
+                     for xs in ([s.value for s in sums], [s.bound for s in sums]))  # fmt: skip
+        self.norm = norm * c
+        for s in sums:
+            s.bound = s.bound + s.value.abs() * (off / norm + 64 * ROUNDOFF[torch.float64])
+        return min(1.0, self.max_grad_norm / (self.norm + 1e-6))
 
     def _update(self, cell: Cell, accum: Bounded, c: float, group: dict) -> None:
         lr, eps, decay = float(group["lr"]), group["eps"], group["weight_decay"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native
+from .. import _native, norms
 from ..rows import Rows
 from .base import Backend
 from .native import NativeBucket, accumulate_lists, adamw_lists
@@ -25,8 +25,15 @@ def executor() -> Any:
 class CpuBucket(NativeBucket):
     module = _C
 
-    def executor(self, steps: bool) -> Any:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.all_squares = torch.zeros(len(self.params), dtype=torch.float64)
+
+    def executor(self, steps: bool, factors: norms.Factors | None = None) -> Any:
         return executor()
+
+    def squares_address(self) -> int:
+        return self.all_squares.data_ptr()
 
 
 class Cpu(Backend):

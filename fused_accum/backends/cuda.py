@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native
+from .. import _native, norms
 from ..rows import Rows
 from ..state import Hyper, Options
 from .base import Backend
@@ -38,10 +38,13 @@ def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def executor(device: torch.device, slots: Tensor | None = None, *factors: Tensor | None) -> Any:
+def executor(
+    device: torch.device, slots: Tensor | None = None, divisor: Tensor | None = None, skip: Tensor | None = None
+) -> Any:
     """What runs rows on ``device``, on its current stream.
 
-    Of a step: ``slots``, memory for the scalars of its rows; ``factors``, a GradScaler's grad_scale and found_inf.
+    Of a step: ``slots``, memory for the scalars of its rows; ``divisor`` and ``skip``, one float32 each on the device:
+    what the coefficient is divided by, as a GradScaler's grad_scale; not 0 for no update, as its found_inf.
     """
     stream = current_stream(device)
     handle = 0 if stream is None else stream.cuda_stream
@@ -49,7 +52,7 @@ def executor(device: torch.device, slots: Tensor | None = None, *factors: Tensor
         return _C.Cuda(device.index or 0, handle)
     if stream is not None:
         slots.record_stream(stream)
-    places = [0 if t is None else t.data_ptr() for t in factors]
+    places = [0 if t is None else t.data_ptr() for t in (divisor, skip)]
     return _C.Cuda(device.index or 0, handle, slots.data_ptr(), len(slots), *places)
 
 
@@ -63,15 +66,21 @@ class CudaBucket(NativeBucket):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.slots: Tensor | None = None
+        self.divisor: Tensor | None = None  # of the last step: alive until its kernels are in the stream
 
     def stream(self) -> Any:
         return current_stream(self.device)
 
-    def executor(self, steps: bool) -> Any:
+    def executor(self, steps: bool, factors: norms.Factors | None = None) -> Any:
         if steps and self.slots is None:
             with torch.inference_mode(False):
                 self.slots = slots_for(len(self.params), self.device)
-        return executor(self.device, self.slots, *self.factors) if steps else executor(self.device)
+        if not steps:
+            return executor(self.device)
+        if factors is None:
+            return executor(self.device, self.slots, *self.factors)
+        self.divisor = None if factors.clip is None else factors.clip.reciprocal().float()
+        return executor(self.device, self.slots, self.divisor, factors.skip)
 
     def native_hyper(self, hyper: Hyper, group: dict[str, Any]) -> Any:
         """With capturable, or where it lies on the device anyway, lr is read there, by a graph's replay too."""
@@ -101,6 +110,7 @@ def _why_not(index: int) -> str | None:
 class Cuda(Backend):
     name = "cuda"
     bucket_type = CudaBucket
+    skips_on_device = True
 
     def why_not(self, device: torch.device) -> str | None:
         if _C is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .. import checks
+from .. import checks, norms
 from ..buckets import Bucket
 from ..rows import Rows
 from ..state import PARAMETER_DTYPES, Hyper
@@ -31,12 +31,16 @@ class NativeBucket(Bucket):
         """Where the tensors are, as DLPack names it."""
         return self.module.Place(PLACE_TYPES[self.device.type], self.device.index or 0)
 
-    def executor(self, steps: bool) -> Any:
+    def executor(self, steps: bool, factors: norms.Factors | None = None) -> Any:
         """What runs the rows of the coming call, a step or an accumulation."""
         raise NotImplementedError
 
     def native_hyper(self, hyper: Hyper, group: dict[str, Any]) -> Any:
         return self.module.Hyper(hyper)
+
+    def squares_address(self) -> int:
+        """Where kernels put sums of squares, a float64 per parameter; 0: they have none, torch finds them."""
+        return 0
 
     def stream(self) -> Any:
         """The torch stream that the coming call's kernels go to, for the allocator; None where there is none."""
@@ -73,7 +77,28 @@ class NativeBucket(Bucket):
         self.grads = None
 
     def accumulate(self, scale: float) -> None:
-        self.table.accumulate(self.present, scale, self.executor(False), self.stream())
+        address = self.squares_address() if self.options.measures else 0
+        self.table.accumulate(self.present, scale, self.executor(False), self.stream(), self.known, address)
+
+    def sum_up(self, scale: float) -> None:
+        code, address = PARAMETER_DTYPES.index(self.options.accum_dtype), self.squares_address()
+        self.measured = self.table.sum_up(
+            self.present, scale, code, self.executor(False), self.stream(), self.known, address
+        )
+        if address:
+            self.squares = self.all_squares[self.measured]
+        else:
+            self.squares = self.measure(self.measured, [self.params[i].grad for i in self.measured], scale)
+
+    def measure_gradients(self, scale: float) -> None:
+        if not self.squares_address():
+            self.measured = [i for i, p in enumerate(self.params) if p.grad is not None]
+            self.squares = self.measure(self.measured, [self.params[i].grad for i in self.measured], scale)
+            return
+        code = PARAMETER_DTYPES.index(self.options.accum_dtype)
+        squares = torch.zeros(len(self.params), dtype=torch.float64)  # not where those of the buffers are kept
+        self.measured = self.table.measure_gradients(scale, code, self.executor(False), squares.data_ptr())
+        self.squares = squares[self.measured]
 
     def prepare(self, state: dict, groups: Sequence[dict[str, Any]], hypers: Sequence[Hyper]) -> None:
         self.native_hypers = [self.native_hyper(hyper, group) for hyper, group in zip(hypers, groups)]
@@ -84,11 +109,18 @@ class NativeBucket(Bucket):
         self.grads = None
         self.refuse(self.table.prepare(state, self.native_hypers, self.present))
 
-    def step(self, state: dict, hypers: Sequence[Hyper], scale: float, coefficient: float) -> None:
+    def step(
+        self,
+        state: dict,
+        hypers: Sequence[Hyper],
+        scale: float,
+        coefficient: float,
+        factors: norms.Factors | None = None,
+    ) -> None:
         code = PARAMETER_DTYPES.index(self.options.accum_dtype)
         present = bytes(self.present)
         self.table.step(
-            self.native_hypers, self.present, code, scale, coefficient, self.executor(True), self.stream()
+            self.native_hypers, self.present, code, scale, coefficient, self.executor(True, factors), self.stream()
         )
         self.stale[:] = bytes(map(gt, self.stale, present))
 

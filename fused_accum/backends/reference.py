@@ -38,7 +38,8 @@ def adamw_one(rows: Rows, i: int) -> None:
     bias_correction1 = 1 - hyper.beta1**t
     bias_correction2 = 1 - hyper.beta2**t
 
-    grad = total.to(wide) * rows.coefficient  # (2)
+    clip = None if rows.factors is None else rows.factors.clip
+    grad = total.to(wide) * (rows.coefficient if clip is None else rows.coefficient * clip)  # (2)
     if hyper.maximize:
         grad = -grad
     weight = p.to(wide) * (1 - lr * hyper.weight_decay)  # (3)

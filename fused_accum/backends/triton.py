@@ -182,7 +182,7 @@ class Triton(Backend):
         turns = [[i] for i in every] if overlap(rows.params) else [every]
         with on(device):
             for turn in turns:
-                batch, scalars = Batch(), ScalarRows(device)
+                batch, scalars = Batch(), ScalarRows(device, rows.factors)
                 for i in turn:
                     at = scalars.add(rows.groups[i], float(steps[i]), rows)
                     add_update(batch, rows, i, at)

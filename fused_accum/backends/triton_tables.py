@@ -10,8 +10,11 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
+from ..norms import Factors
 from ..rows import Rows
 from ..state import Hyper
+
+COEFFICIENT = 1  # where step_scalars has it
 
 
 def current_stream(device: torch.device) -> int:
@@ -94,8 +97,8 @@ class ScalarRows:
     the place of these.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, factors: Factors | None = None) -> None:
+        self.device, self.factors = device, factors
         self.at: dict[tuple[int, float], int] = {}
         self.rows: list[list[float]] = []
         self.tensors: dict[torch.dtype, Tensor] = {}
@@ -109,8 +112,13 @@ class ScalarRows:
 
     def on_device(self, wide: torch.dtype) -> Tensor:
         if wide not in self.tensors:
-            host = torch.tensor(self.rows, dtype=torch.float64).to(wide)
-            self.tensors[wide] = upload(host, self.device)
+            exact = torch.tensor(self.rows, dtype=torch.float64)
+            if self.factors is None or self.factors.clip is None:
+                self.tensors[wide] = upload(exact.to(wide), self.device)
+            else:
+                table = upload(exact, self.device).clone()
+                table[:, COEFFICIENT] *= self.factors.clip
+                self.tensors[wide] = table.to(wide)
         return self.tensors[wide]
 
 

@@ -146,8 +146,8 @@ void streaming() {
           for (int64_t cut : {int64_t(0), n / 3, n}) {
             Case c(o);
             c.expect_accumulate(0.5);
-            fa::cpu_kernels().accumulate(c.row, 0.5, 0, cut, true);
-            fa::cpu_kernels().accumulate(c.row, 0.5, cut, n, true);
+            fa::cpu_kernels().accumulate(c.row, 0.5, 0, cut, true, nullptr);
+            fa::cpu_kernels().accumulate(c.row, 0.5, cut, n, true, nullptr);
             c.check("streaming accumulate");
           }
         }
