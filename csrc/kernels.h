@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "dtypes.h"
+#include "weights.h"
 
 namespace fa {
 
@@ -18,6 +18,7 @@ struct Operand {
 // One parameter of a launch.
 struct Row {
   Operand param, grad, accum, exp_avg, exp_avg_sq, max_exp_avg_sq;
+  Operand master;                    // float32, or i16 where the parameter is the other half
   int64_t numel = 0;                 // elements
   int ndim = 0;                      // of sizes and strides, where an operand has strides
   const int64_t* sizes = nullptr;
@@ -30,6 +31,8 @@ struct Row {
   void* step = nullptr;              // the count of updates, float32 or float64
   bool step_is_double = false;
   bool step_on_host = true;
+  Weights weights = Weights::plain;
+  Randomness randomness;             // of stochastic rounding; the executor sets its step
 };
 
 // What runs rows somewhere. Everything is checked before; an error throws.

@@ -16,6 +16,7 @@ class Backend:
 
     name: str
     bucket_type: type[Bucket] = Bucket
+    keeps_weights = True  # whether it knows master weights and stochastic rounding
 
     def why_not(self, device: torch.device) -> str | None:
         """None when this backend works for tensors on ``device`` here, else the reason and the remedy."""

@@ -82,6 +82,7 @@ def _why_not(index: int) -> str | None:
 
 class Cuda(Backend):
     name = "cuda"
+    keeps_weights = False
     bucket_type = CudaBucket
 
     def why_not(self, device: torch.device) -> str | None:
