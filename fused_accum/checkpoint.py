@@ -124,9 +124,9 @@ def reinstate(opt: FusedAccumAdamW) -> None:
             accums[id(p)] = (p, saved["accum"])
     if unused_masters:
         warnings.warn(
-            f"the loaded state_dict holds master weights of {unused_masters} parameter(s) for which this optimizer keeps "
-            "none; they are dropped, and training goes on from the parameters as they are (pass master_weights= as in "
-            "the saved run to keep them)",
+            f"the loaded state_dict holds master weights of {unused_masters} parameter(s) for which this optimizer "
+            "keeps none; they are dropped, and training goes on from the parameters as they are (pass "
+            "master_weights= as in the saved run to keep them)",
             UserWarning,
             stacklevel=5,
         )

@@ -94,8 +94,8 @@ def check_options(name: str, p: Tensor, options: Options) -> None:
     """Raise where ``p`` cannot have what ``options`` ask for."""
     if options.master_weights == "split" and p.dtype == torch.float16:
         raise TypeError(
-            f"parameter {name} is float16; master_weights='split' keeps the 16 bits that a bfloat16 parameter lacks of "
-            "a float32, and float16 is not the upper half of one: use master_weights='fp32'"
+            f"parameter {name} is float16; master_weights='split' keeps the 16 bits that a bfloat16 parameter lacks "
+            "of a float32, and float16 is not the upper half of one: use master_weights='fp32'"
         )
 
 
@@ -108,6 +108,6 @@ def check_state(name: str, spec: StateSpec, p: Tensor, t: Tensor, options: Optio
         raise RuntimeError(
             f"state {key!r} of parameter {name} is {short(t.dtype)} {tuple(t.shape)} on {t.device}, the parameter "
             f"is {tuple(p.shape)} on {p.device}; state must have the parameter's shape and device"
-            f"{f' ({why})' if why else ''}: load a matching state_dict, or delete optimizer.state[parameter] to start "
-            "it anew"
+            f"{f' ({why})' if why else ''}: load a matching state_dict, or delete optimizer.state[parameter] to "
+            "start it anew"
         )

@@ -28,8 +28,8 @@ _library.define(
 )
 _library.define(
     "adamw_masters_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] accums, Tensor(c!)[] exp_avgs, "
-    "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, Tensor(g!)[] masters, Tensor hyper, *, "
-    "bool maximize=False, ScalarType? accum_dtype=None) -> ()"
+    "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, Tensor(g!)[] masters, "
+    "Tensor hyper, *, bool maximize=False, ScalarType? accum_dtype=None) -> ()"
 )
 
 
@@ -154,13 +154,13 @@ def _check_adamw_masters(
     for i, (p, t) in enumerate(zip(params, masters)):
         if p.shape != t.shape or p.device != t.device or t.layout != torch.strided:
             raise RuntimeError(
-                f"masters[{i}] is {t.layout} {tuple(t.shape)} on {t.device}, params[{i}] {tuple(p.shape)} on {p.device}; "
-                "both must be strided, of one shape and device"
+                f"masters[{i}] is {t.layout} {tuple(t.shape)} on {t.device}, params[{i}] {tuple(p.shape)} on "
+                f"{p.device}; both must be strided, of one shape and device"
             )
         if len(kinds) != 1 or p.dtype not in takes.get(t.dtype, ()):
             raise TypeError(
-                f"masters[{i}] is {checks.short(t.dtype)} for {checks.short(p.dtype)}; masters are float32, of bfloat16 "
-                "and float16 parameters, or all int16, of bfloat16 ones"
+                f"masters[{i}] is {checks.short(t.dtype)} for {checks.short(p.dtype)}; masters are float32, of "
+                "bfloat16 and float16 parameters, or all int16, of bfloat16 ones"
             )
 
 

@@ -49,13 +49,13 @@ class Options(NamedTuple):
             )
         if master_weights is not None and master_weights not in MASTER_DTYPES:
             raise ValueError(
-                f"master_weights is {master_weights!r}; it must be None, 'fp32' (a float32 master beside each bfloat16 "
-                "or float16 parameter) or 'split' (the 16 bits of it that a bfloat16 parameter lacks)"
+                f"master_weights is {master_weights!r}; it must be None, 'fp32' (a float32 master beside each "
+                "bfloat16 or float16 parameter) or 'split' (the 16 bits of it that a bfloat16 parameter lacks)"
             )
         if stochastic_rounding and master_weights is not None:
             raise ValueError(
-                f"stochastic_rounding=True with master_weights={master_weights!r}: a master keeps what rounding would "
-                "lose, and the parameter must be what the master rounds to; choose one of the two"
+                f"stochastic_rounding=True with master_weights={master_weights!r}: a master keeps what rounding "
+                "would lose, and the parameter must be what the master rounds to; choose one of the two"
             )
         if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int) or not 0 <= rounding_seed < 2**64:
             raise ValueError(f"rounding_seed is {rounding_seed!r}; it must be an int from 0 to 2**64 - 1")
