@@ -22,7 +22,8 @@ MOST_SETS = 8  # of tensors; the variants take them in turn
 READING = """\
 How to read the output, one row per kernel and dtype:
   bytes         that the pass must move per parameter, counted (design, section 6): fp32 throughout; bf16: parameters
-                and gradients in bf16, buffer and moments in fp32; bf16+fp32, bf16+split: with masters. Zeroing the buffer is part of a step.
+                and gradients in bf16, buffer and moments in fp32; bf16+fp32, bf16+split: with masters. Zeroing the
+                buffer is part of a step.
   ms, GB/s      of a call of accumulate() or step(); GB/s are counted bytes over time.
   of add_       GB/s over that of a.add_(b) (fp32, 12 bytes an element), which took turns with it: 1.00 means that the
                 kernel is as fast as memory allows. Above 1 because that operation writes a third of its bytes.
@@ -58,9 +59,15 @@ WEIGHTS = {
 KERNELS = {
     "accumulate, first write": Kernel({"fp32": 8, "bf16": 6}, sums=False, adds=True, steps=False),
     "accumulate, add": Kernel({"fp32": 12, "bf16": 10}, sums=True, adds=True, steps=False),
-    "step from the gradient": Kernel({"fp32": 28, "bf16": 22, "bf16+fp32": 28, "bf16+split": 26}, sums=False, adds=True, steps=True),
-    "step from the buffer": Kernel({"fp32": 32, "bf16": 28, "bf16+fp32": 34, "bf16+split": 32}, sums=True, adds=False, steps=True),
-    "step with the last add": Kernel({"fp32": 36, "bf16": 30, "bf16+fp32": 36, "bf16+split": 34}, sums=True, adds=True, steps=True),
+    "step from the gradient": Kernel(
+        {"fp32": 28, "bf16": 22, "bf16+fp32": 28, "bf16+split": 26}, sums=False, adds=True, steps=True
+    ),
+    "step from the buffer": Kernel(
+        {"fp32": 32, "bf16": 28, "bf16+fp32": 34, "bf16+split": 32}, sums=True, adds=False, steps=True
+    ),
+    "step with the last add": Kernel(
+        {"fp32": 36, "bf16": 30, "bf16+fp32": 36, "bf16+split": 34}, sums=True, adds=True, steps=True
+    ),
 }
 
 
@@ -115,8 +122,9 @@ class Ours(Subject):
 class Torch(Subject):
     """The same with torch: an fp32 buffer and torch.optim.AdamW(fused=True), by way of fp32 copies for bf16.
 
-    With masters the fp32 copy is the master and stays. torch's AdamW takes no bf16 parameter with fp32 moments; a bf16 gradient is widened into a kept tensor before it
-    is added, which torch does faster than ``buffer.add_(gradient)`` and ``buffer.add_(gradient.float())``.
+    With masters the fp32 copy is the master and stays. torch's AdamW takes no bf16 parameter with fp32 moments; a
+    bf16 gradient is widened into a kept tensor before it is added, which torch does faster than
+    ``buffer.add_(gradient)`` and ``buffer.add_(gradient.float())``.
     """
 
     def __init__(self, kernel: Kernel, param: Tensor, grad: Tensor, master: str | None = None):
