@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends
+from . import backends, checks
 from ._native import same_objects
 from .buckets import Accum, Bucket, Stale
 from .in_backward import InBackward
@@ -174,6 +174,9 @@ class Runtime:
         def name_of(p: Tensor) -> str:
             return names[id(p)]
 
+        for members, _, _ in where.values():
+            for p in members:
+                checks.check_options(names[id(p)], p, self.options)
         chosen = {device: self.choose(device) for device in where}
         accums = self.export()
         fresh = []

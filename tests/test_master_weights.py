@@ -328,8 +328,9 @@ def test_split_refuses_fp16_before_anything_changes(make):
     opt = make(params, master_weights="split")
     for p in params:
         p.grad = torch.ones_like(p)
-    with pytest.raises(TypeError, match=r"params'\]\[1\] is float16.*master_weights='fp32'"):
-        opt.step()
+    for call in (opt.accumulate, opt.step, lambda: opt.step_in_backward().__enter__()):
+        with pytest.raises(TypeError, match=r"params'\]\[1\] is float16.*master_weights='fp32'"):
+            call()
     assert all(same_bits(p, x) for p, x in zip(params, before))
 
 

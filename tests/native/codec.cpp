@@ -8,7 +8,7 @@ using namespace fa;
 
 namespace {
 
-// How many of 2^16 patterns with this upper half do not come back, or are not rounded to nearest, ties away from zero.
+// Whether any of 2^16 patterns with this upper half does not come back, or is not rounded to nearest, ties away from zero.
 uint32_t wrong_in(uint32_t top) {
   uint32_t wrong = 0;
   for (uint32_t i = 0; i < 65536; ++i) {
@@ -16,10 +16,9 @@ uint32_t wrong_in(uint32_t top) {
     const uint32_t wanted = (u & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : u;
     const Split halves = split(float_of(u));
     const uint32_t nearest = (wanted >> 16) + (wanted >> 15 & 1u);  // magnitudes: a tie goes up
-    wrong += uint32_t(bits_of(joined(halves.high, halves.low)) != wanted) |
-             uint32_t(halves.high.bits != uint16_t(nearest));
+    wrong |= (bits_of(joined(halves.high, halves.low)) ^ wanted) | (halves.high.bits ^ (nearest & 0xffffu));
   }
-  return wrong;
+  return wrong != 0;
 }
 
 // Any two halves: the weight read is never NaN unless the parameter is.
@@ -57,13 +56,14 @@ int main() {
   uint64_t wrong = 0, strange = 0, far = 0;
   for (uint32_t top = 0; top < 65536; ++top) {
     wrong += wrong_in(top);
-    strange += strange_in(top);
+    const uint32_t magnitude = top & 0x7fffu;
+    if (magnitude < 4 || magnitude >= 0x7f00u || top % 29 == 0) strange += strange_in(top);  // 0 and infinity, mostly
     if (top % 37 == 0) far += far_in<bf16>(top, 0x7f80u);
     // Beyond what fp16 holds, and where a chance of less than 2^-31 is lost, the two neighbours are one.
     const uint32_t exponent = top >> 7 & 0xffu;
     if (top % 31 == 0 && exponent >= 127 - 48 && exponent < 127 + 16) far += far_in<f16>(top, 0x7c00u);
   }
-  std::printf("%llu patterns wrong, %llu halves strange, %llu roundings far\n", static_cast<unsigned long long>(wrong),
+  std::printf("%llu upper halves wrong, %llu halves strange, %llu roundings far\n", static_cast<unsigned long long>(wrong),
               static_cast<unsigned long long>(strange), static_cast<unsigned long long>(far));
   return wrong || strange || far ? 1 : 0;
 }
