@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ MOST_SETS = 8  # of tensors; the variants take them in turn
 READING = """\
 How to read the output, one row per kernel and dtype:
   bytes         that the pass must move per parameter, counted (design, section 6): fp32 throughout; bf16: parameters
-                and gradients in bf16, buffer and moments in fp32. Zeroing the buffer is part of a step.
+                and gradients in bf16, buffer and moments in fp32; bf16+fp32, bf16+split: with masters. Zeroing the
+                buffer is part of a step.
   ms, GB/s      of a call of accumulate() or step(); GB/s are counted bytes over time.
   of add_       GB/s over that of a.add_(b) (fp32, 12 bytes an element), which took turns with it: 1.00 means that the
                 kernel is as fast as memory allows. Above 1 because that operation writes a third of its bytes.
@@ -36,18 +37,37 @@ write 0.85 (fp32) and 0.75 (bf16); step with the last add at least 1.3x faster."
 class Kernel:
     """One pass. ``sums``: earlier micro-batches are in the buffer; ``adds``: one is in p.grad; ``steps``: updates."""
 
-    bytes: dict[str, int]  # per parameter, by dtype: the design's table
+    bytes: dict[str, int]  # per parameter, by kind of weights: the design's table
     sums: bool
     adds: bool
     steps: bool
 
 
+class Weights(NamedTuple):
+    """How a parameter is kept: what the rows call it, its dtype, and master_weights."""
+
+    dtype: str
+    master: str | None = None
+
+
+WEIGHTS = {
+    "fp32": Weights("fp32"),
+    "bf16": Weights("bf16"),
+    "bf16+fp32": Weights("bf16", "fp32"),
+    "bf16+split": Weights("bf16", "split"),
+}
 KERNELS = {
     "accumulate, first write": Kernel({"fp32": 8, "bf16": 6}, sums=False, adds=True, steps=False),
     "accumulate, add": Kernel({"fp32": 12, "bf16": 10}, sums=True, adds=True, steps=False),
-    "step from the gradient": Kernel({"fp32": 28, "bf16": 22}, sums=False, adds=True, steps=True),
-    "step from the buffer": Kernel({"fp32": 32, "bf16": 28}, sums=True, adds=False, steps=True),
-    "step with the last add": Kernel({"fp32": 36, "bf16": 30}, sums=True, adds=True, steps=True),
+    "step from the gradient": Kernel(
+        {"fp32": 28, "bf16": 22, "bf16+fp32": 28, "bf16+split": 26}, sums=False, adds=True, steps=True
+    ),
+    "step from the buffer": Kernel(
+        {"fp32": 32, "bf16": 28, "bf16+fp32": 34, "bf16+split": 32}, sums=True, adds=False, steps=True
+    ),
+    "step with the last add": Kernel(
+        {"fp32": 36, "bf16": 30, "bf16+fp32": 36, "bf16+split": 34}, sums=True, adds=True, steps=True
+    ),
 }
 
 
@@ -71,10 +91,10 @@ class Subject:
 class Ours(Subject):
     """One parameter in FusedAccumAdamW, brought before each call to where that call runs the kernel."""
 
-    def __init__(self, kernel: Kernel, param: Tensor, grad: Tensor, backend: str):
+    def __init__(self, kernel: Kernel, param: Tensor, grad: Tensor, backend: str, master: str | None = None):
         self.kernel, self.grad = kernel, grad
         self.param = torch.nn.Parameter(param)
-        self.optimizer = FusedAccumAdamW([self.param], backend=backend)
+        self.optimizer = FusedAccumAdamW([self.param], backend=backend, master_weights=master)
 
     def call(self) -> None:
         self.optimizer.step() if self.kernel.steps else self.optimizer.accumulate()
@@ -102,12 +122,13 @@ class Ours(Subject):
 class Torch(Subject):
     """The same with torch: an fp32 buffer and torch.optim.AdamW(fused=True), by way of fp32 copies for bf16.
 
-    torch's AdamW takes no bf16 parameter with fp32 moments; a bf16 gradient is widened into a kept tensor before it
-    is added, which torch does faster than ``buffer.add_(gradient)`` and ``buffer.add_(gradient.float())``.
+    With masters the fp32 copy is the master and stays. torch's AdamW takes no bf16 parameter with fp32 moments; a
+    bf16 gradient is widened into a kept tensor before it is added, which torch does faster than
+    ``buffer.add_(gradient)`` and ``buffer.add_(gradient.float())``.
     """
 
-    def __init__(self, kernel: Kernel, param: Tensor, grad: Tensor):
-        self.kernel, self.param, self.grad = kernel, param, grad
+    def __init__(self, kernel: Kernel, param: Tensor, grad: Tensor, master: str | None = None):
+        self.kernel, self.param, self.grad, self.master = kernel, param, grad, master
         self.buffer = torch.zeros_like(param, dtype=torch.float32)
         self.full = False  # whether the buffer holds something
         self.wide = param.dtype == torch.float32
@@ -118,14 +139,15 @@ class Torch(Subject):
             self.fp32_param.grad = self.buffer if kernel.sums else self.wide_grad
 
     @staticmethod
-    def names(kernel: Kernel, dtype: str) -> str:
+    def names(kernel: Kernel, weights: Weights) -> str:
         """The operations, in short."""
-        narrow = dtype != "fp32"
+        narrow = weights.dtype != "fp32"
         add = [] if not kernel.adds else ["copy_", "add_"] if narrow and kernel.sums else ["add_"] * kernel.sums
         if not kernel.steps:
             return " + ".join(add or ["copy_"])
         widen = ["copy_"] * (narrow and kernel.adds and not kernel.sums)
-        update = ["copy_", "AdamW(fused)", "copy_"] if narrow else ["AdamW(fused)"]
+        update = ["AdamW(fused)", "copy_"] if narrow else ["AdamW(fused)"]
+        update = ["copy_", *update] if narrow and not weights.master else update
         return " + ".join([*widen, *add, *update, *["zero_"] * kernel.sums])
 
     def before(self) -> None:
@@ -145,7 +167,7 @@ class Torch(Subject):
             if kernel.sums:
                 self.buffer.add_(self.wide_grad)
         if kernel.steps:
-            if not self.wide:
+            if not self.wide and not self.master:  # else fp32_param is the master
                 self.fp32_param.copy_(self.param)
             self.optimizer.step()
             if not self.wide:
@@ -174,15 +196,15 @@ class Probe(Subject):
         self.a.add_(self.b)
 
 
-def measure(name: str, dtype: str, numel: int, limit: Limit, backend: str, device: torch.device) -> dict[str, Any]:
+def measure(name: str, kind: str, numel: int, limit: Limit, backend: str, device: torch.device) -> dict[str, Any]:
     """The row of one kernel and dtype; raises harness.NotEqual when it does not compute what torch does."""
-    kernel = KERNELS[name]
+    kernel, weights = KERNELS[name], WEIGHTS[kind]
     sets = min(MOST_SETS, max(2, -(-4 * harness.cache_bytes(device) // (4 * numel))))
     ours, theirs = [], []
     for _ in range(sets):
-        param, grad = (torch.randn(numel, device=device).to(DTYPES[dtype]) for _ in range(2))
-        ours.append(Ours(kernel, param.clone(), grad, backend))
-        theirs.append(Torch(kernel, param, grad))
+        param, grad = (torch.randn(numel, device=device).to(DTYPES[weights.dtype]) for _ in range(2))
+        ours.append(Ours(kernel, param.clone(), grad, backend, weights.master))
+        theirs.append(Torch(kernel, param, grad, weights.master))
     for a, b in zip(ours, theirs):
         for one in (a, b):  # the second call meets the state that the first has left
             one.before()
@@ -190,7 +212,7 @@ def measure(name: str, dtype: str, numel: int, limit: Limit, backend: str, devic
             one.after()
             one.before()
             one.call()
-        equal = harness.require_equal(f"{name}, {dtype}", a.results(), b.results())
+        equal = harness.require_equal(f"{name}, {kind}", a.results(), b.results())
         a.after()
         b.after()
     probes = [Probe(numel, device) for _ in range(sets)]
@@ -200,18 +222,18 @@ def measure(name: str, dtype: str, numel: int, limit: Limit, backend: str, devic
         for key, members in groups.items()
     ]
     times = harness.interleave(variants, limit, device)
-    moved = kernel.bytes[dtype] * numel
+    moved = kernel.bytes[kind] * numel
     return {
         "kernel": name,
-        "dtype": dtype,
+        "dtype": kind,
         "numel": numel,
-        "bytes_per_parameter": kernel.bytes[dtype],
+        "bytes_per_parameter": kernel.bytes[kind],
         "rounds": len(times["ours"]),
         "ms": scaled(times["ours"], 1e3),
         "gb_per_s": rate(moved / 1e9, times["ours"]),
         "add_gb_per_s": rate(ADD_BYTES * numel / 1e9, times["add_"]),
         "fraction_of_add": ratio(times["add_"], times["ours"], moved / (ADD_BYTES * numel)),
-        "torch": Torch.names(kernel, dtype),
+        "torch": Torch.names(kernel, weights),
         "torch_ms": scaled(times["torch"], 1e3),
         "speedup": ratio(times["torch"], times["ours"]),
         "equal": equal,
@@ -233,7 +255,9 @@ def draw(result: dict[str, Any]) -> Any:
     plt = results.pyplot()
     figure, axes = plt.subplots(figsize=(11, 4.8))
     colours = {("ours", "fp32"): "#1f4e9c", ("torch", "fp32"): "#b9c3d3",
-               ("ours", "bf16"): "#2a9d8f", ("torch", "bf16"): "#d3d9c9"}  # fmt: skip
+               ("ours", "bf16"): "#2a9d8f", ("torch", "bf16"): "#d3d9c9",
+               ("ours", "bf16+fp32"): "#e9a23b", ("torch", "bf16+fp32"): "#ead9bb",
+               ("ours", "bf16+split"): "#8d5a97", ("torch", "bf16+split"): "#d9cbdc"}  # fmt: skip
     labels = []
     for i, row in enumerate(result["rows"]):
         dtype, ours = row["dtype"], row["gb_per_s"]
@@ -255,18 +279,20 @@ def draw(result: dict[str, Any]) -> Any:
 def main(argv: list[str] | None = None) -> int:
     parser = results.arguments("kernels", __doc__, READING)
     parser.add_argument("--numel", type=int, help="elements of the parameter (default 32 M, 8 M with --quick)")
-    parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all", help="of parameters and gradients")
+    parser.add_argument("--dtype", choices=[*WEIGHTS, "all"], default="all", help="and masters")
     parser.add_argument("--kernel", choices=list(KERNELS), action="append", help="only this one (may be repeated)")
     options = parser.parse_args(argv)
     device, facts = results.start(options)
     numel = options.numel or (8 << 20 if options.quick else 32 << 20)
     limit = results.limit(options, rounds=31, quick_seconds=2.5)
-    dtypes = list(DTYPES) if options.dtype == "all" else [options.dtype]
+    kinds = list(WEIGHTS) if options.dtype == "all" else [options.dtype]
     rows = []
-    for dtype in dtypes:
+    for kind in kinds:
         for name in options.kernel or KERNELS:
-            print(f"{name}, {dtype} ...", file=sys.stderr, flush=True)
-            rows.append(measure(name, dtype, numel, limit, options.backend, device))
+            if kind not in KERNELS[name].bytes:
+                continue  # masters do not matter to an accumulation
+            print(f"{name}, {kind} ...", file=sys.stderr, flush=True)
+            rows.append(measure(name, kind, numel, limit, options.backend, device))
     print(f"{numel} elements, at most {limit.rounds} rounds\n\n{as_table(rows)}")
     if 4 * numel * MOST_SETS < 2 * harness.cache_bytes(device):
         print("\nThese tensors stay in the cache: the fractions of memory bandwidth mean little.")

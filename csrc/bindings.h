@@ -24,7 +24,7 @@ inline void bind_tables(py::module_& m) {
   py::class_<Executor>(m, "Executor", py::module_local());
 
   py::class_<Table>(m, "Table", py::module_local())
-      .def(py::init<py::list, std::vector<int>, py::object, Place>())
+      .def(py::init<py::list, std::vector<int>, py::object, Place, std::vector<uint32_t>, int, uint64_t>())
       .def("accept", &Table::accept)
       .def("collect", &Table::collect)
       .def("accumulate", &Table::accumulate)

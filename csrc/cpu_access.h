@@ -18,6 +18,7 @@ template <> constexpr DType dtype_of<float>() { return DType::f32; }
 template <> constexpr DType dtype_of<bf16>() { return DType::bf16; }
 template <> constexpr DType dtype_of<f16>() { return DType::f16; }
 template <> constexpr DType dtype_of<double>() { return DType::f64; }
+template <> constexpr DType dtype_of<i16>() { return DType::i16; }
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -66,6 +67,7 @@ void with_storage(DType dtype, F f) {
     case DType::bf16: return f(bf16());
     case DType::f16: return f(f16());
     case DType::f64: return f(double());
+    case DType::i16: return;  // not numbers: load_halves
   }
 }
 
@@ -163,6 +165,28 @@ void zero(const Row& row, const Operand& t, int64_t begin, int64_t n) {
   }
   const T zeros[kBlock] = {};
   store(row, t, begin, n, zeros);
+}
+
+// Halves of masters, at elements [begin, begin + n) of t.
+inline void load_halves(const Row& row, const Operand& t, int64_t begin, int64_t n, i16* to) {
+  if (t.strides) return gather(row, t, begin, n, to);
+  memcpy(to, static_cast<const char*>(t.data) + begin * int64_t(sizeof(i16)), size_t(n) * sizeof(i16));
+}
+
+inline void store_halves(const Row& row, const Operand& t, int64_t begin, int64_t n, const i16* from) {
+  if (t.strides) return scatter(row, t, begin, n, from);
+  memcpy(static_cast<char*>(t.data) + begin * int64_t(sizeof(i16)), from, size_t(n) * sizeof(i16));
+}
+
+// Random words of elements [begin, begin + n), n at most kBlock. `room`: kBlock + 8 words.
+inline const uint32_t* random_of(const Randomness& source, int64_t begin, int64_t n, uint32_t* room) {
+  const uint64_t first = uint64_t(begin) / 4;
+  const int64_t blocks = int64_t((uint64_t(begin + n) + 3) / 4 - first);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const Words words = random_words(source, first + uint64_t(b));
+    for (int i = 0; i < 4; ++i) room[4 * b + i] = words.at[i];
+  }
+  return room + begin % 4;
 }
 
 // Rounds values to what `dtype` can hold.

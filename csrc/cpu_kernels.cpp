@@ -153,12 +153,34 @@ void measure_range(const Row& row, double scale_, int64_t begin, int64_t end, do
   }
 }
 
-// (2) to (6) for n elements; P: how parameter and gradient are stored. Never inlined: gcc forgets __restrict__ then,
-// and no longer vectorizes.
-template <class T, class P, bool kGrad, bool kAccum, bool kAmsgrad>
+// The weight of one element, from the parameter and what is kept beside it; and back.
+template <Weights kWeights, class T, class P, class X>
+T load_weight(P stored, const X* extra, int64_t i) {
+  if constexpr (kWeights == Weights::master) return weight_of(stored, extra[i]);
+  else if constexpr (kWeights == Weights::split) return joined(stored, extra[i]);
+  else return load_as<T>(stored);
+}
+
+template <Weights kWeights, class T, class P, class X>
+void store_weight(P& stored, X* extra, int64_t i, T weight) {
+  if constexpr (kWeights == Weights::split) {
+    const Split halves = split(weight);
+    stored = halves.high;
+    extra[i] = halves.low;
+  } else if constexpr (kWeights == Weights::stochastic) {
+    stored = EncodeByChance<P>::of(weight, extra[i]);
+  } else {
+    stored = Encode<P, T>::of(weight);
+    if constexpr (kWeights == Weights::master) extra[i] = weight;
+  }
+}
+
+// (2) to (6) for n elements; P: how parameter and gradient are stored; X: what is beside the parameter. Never inlined:
+// gcc forgets __restrict__ then, and no longer vectorizes.
+template <class T, class P, bool kGrad, bool kAccum, bool kAmsgrad, Weights kWeights, class X>
 __attribute__((noinline)) void update(P* __restrict__ p, const P* __restrict__ g, T* __restrict__ a,
                                       T* __restrict__ m, T* __restrict__ v, T* __restrict__ v_max,
-                                      StepScalars<T> s, int64_t n) {
+                                      X* __restrict__ extra, StepScalars<T> s, int64_t n) {
   T unused{};
   for (int64_t i = 0; i < n; ++i) {
     T sum;
@@ -168,26 +190,21 @@ __attribute__((noinline)) void update(P* __restrict__ p, const P* __restrict__ g
       const T x = load_as<T>(g[i]);
       sum = kAccum ? add_contribution(a[i], s.scale, x) : first_contribution(s.scale, x);
     }
-    T weight = load_as<T>(p[i]);
+    T weight = load_weight<kWeights, T>(p[i], extra, i);
     adamw_update<kAmsgrad>(weight, m[i], v[i], kAmsgrad ? v_max[i] : unused, window_gradient(sum, s), s);
-    p[i] = Encode<P, T>::of(weight);
+    store_weight<kWeights>(p[i], extra, i, weight);
     if constexpr (kAccum) a[i] = T(0);
   }
 }
 
-// A range whose tensors can all be used in place; returns false, with nothing done, where they cannot.
-template <class T, class P>
-bool step_straight(const Row& row, const StepScalars<T>& s, int64_t begin, int64_t n) {
-  const bool straight = in_place<P>(row.param) && in_place<T>(row.exp_avg) && in_place<T>(row.exp_avg_sq) &&
-                        (!row.amsgrad || in_place<T>(row.max_exp_avg_sq)) &&
-                        (!row.has_grad || (in_place<P>(row.grad) && row.accum_dtype == dtype_of<T>())) &&
-                        (!row.has_accum || in_place<T>(row.accum));
-  if (!straight) return false;
+// The update of a range whose tensors can all be used in place.
+template <class T, class P, Weights kWeights, class X>
+void update_in_place(const Row& row, const StepScalars<T>& s, int64_t begin, int64_t n, X* extra) {
   auto run = [&](auto grad, auto accum, auto amsgrad) {
-    update<T, P, grad.value, accum.value, amsgrad.value>(
+    update<T, P, grad.value, accum.value, amsgrad.value, kWeights>(
         at<P>(row.param, begin), grad.value ? at<P>(row.grad, begin) : nullptr,
         accum.value ? at<T>(row.accum, begin) : nullptr, at<T>(row.exp_avg, begin), at<T>(row.exp_avg_sq, begin),
-        amsgrad.value ? at<T>(row.max_exp_avg_sq, begin) : nullptr, s, n);
+        amsgrad.value ? at<T>(row.max_exp_avg_sq, begin) : nullptr, extra, s, n);
   };
   auto with_sources = [&](auto amsgrad) {
     if (!row.has_grad) return run(std::false_type(), std::true_type(), amsgrad);
@@ -195,8 +212,89 @@ bool step_straight(const Row& row, const StepScalars<T>& s, int64_t begin, int64
                   : run(std::true_type(), std::false_type(), amsgrad);
   };
   row.amsgrad ? with_sources(std::true_type()) : with_sources(std::false_type());
-  return true;
 }
+
+// Returns false, with nothing done, where the range's tensors cannot all be used in place.
+template <class T, class P>
+bool step_straight(const Row& row, const StepScalars<T>& s, int64_t begin, int64_t n) {
+  const bool straight = in_place<P>(row.param) && in_place<T>(row.exp_avg) && in_place<T>(row.exp_avg_sq) &&
+                        (!row.amsgrad || in_place<T>(row.max_exp_avg_sq)) &&
+                        (!row.has_grad || (in_place<P>(row.grad) && row.accum_dtype == dtype_of<T>())) &&
+                        (!row.has_accum || in_place<T>(row.accum));
+  if (!straight) return false;
+  if (row.weights == Weights::plain) {
+    update_in_place<T, P, Weights::plain>(row, s, begin, n, static_cast<T*>(nullptr));
+    return true;
+  }
+  if constexpr (sizeof(P) == 2) {
+    if (row.weights == Weights::master) {
+      if (!in_place<float>(row.master)) return false;
+      update_in_place<T, P, Weights::master>(row, s, begin, n, at<float>(row.master, begin));
+      return true;
+    }
+    if (row.weights == Weights::stochastic) {
+      uint32_t room[kBlock + 8];
+      for (int64_t from = begin; from < begin + n; from += kBlock) {
+        const int64_t part = smaller(kBlock, begin + n - from);
+        update_in_place<T, P, Weights::stochastic>(row, s, from, part, random_of(row.randomness, from, part, room));
+      }
+      return true;
+    }
+  }
+  if constexpr (std::is_same_v<P, bf16>) {
+    if (!in_place<i16>(row.master)) return false;
+    update_in_place<T, P, Weights::split>(row, s, begin, n, at<i16>(row.master, begin));
+    return true;
+  }
+  return false;
+}
+
+// Weights in float32 for a block of a 16-bit parameter, and back.
+class BlockOfWeights {
+ public:
+  BlockOfWeights(const Row& row, int64_t begin, int64_t n) : row_(row), begin_(begin), n_(n) {}
+
+  void load_into(float* weights) {
+    if (row_.weights == Weights::master) {
+      const float* master = load(row_, row_.master, begin_, n_, buffer_);
+      float rounded[kBlock];
+      memcpy(rounded, master, size_t(n_) * sizeof(float));
+      round_to(row_.param.dtype, rounded, n_);
+      for (int64_t i = 0; i < n_; ++i) weights[i] = rounded[i] == weights[i] ? master[i] : weights[i];
+    } else if (row_.weights == Weights::split) {
+      load_halves(row_, row_.master, begin_, n_, halves_);
+      for (int64_t i = 0; i < n_; ++i) weights[i] = joined(encode_bf16(weights[i]), halves_[i]);
+    }
+  }
+
+  // Leaves in `weights` what the parameter can hold.
+  void store_from(float* weights) {
+    if (row_.weights == Weights::master) {
+      store(row_, row_.master, begin_, n_, weights);
+    } else if (row_.weights == Weights::split) {
+      for (int64_t i = 0; i < n_; ++i) {
+        const Split parts = split(weights[i]);
+        halves_[i] = parts.low;
+        weights[i] = decode(parts.high);
+      }
+      store_halves(row_, row_.master, begin_, n_, halves_);
+    } else if (row_.weights == Weights::stochastic) {
+      const uint32_t* random = random_of(row_.randomness, begin_, n_, room_);
+      const bool is_bf16 = row_.param.dtype == DType::bf16;
+      for (int64_t i = 0; i < n_; ++i) {
+        weights[i] = is_bf16 ? decode(EncodeByChance<bf16>::of(weights[i], random[i]))
+                             : decode(EncodeByChance<f16>::of(weights[i], random[i]));
+      }
+    }
+  }
+
+ private:
+  const Row& row_;
+  const int64_t begin_, n_;
+  alignas(64) float buffer_[kBlock];
+  i16 halves_[kBlock];
+  uint32_t room_[kBlock + 8];
+};
 
 template <class T>
 void step_range(const Row& row, int64_t begin, int64_t end) {
@@ -222,17 +320,21 @@ void step_range(const Row& row, int64_t begin, int64_t end) {
       row.has_accum ? add(sum, g, s.scale, n) : write(sum, g, s.scale, n);
       round_to(row.accum_dtype, sum, n);
     }
+    BlockOfWeights weights(row, from, n);
     T* p = load(row, row.param, from, n, p_buffer);
+    if constexpr (sizeof(T) == 4) weights.load_into(p);
     T* m = load(row, row.exp_avg, from, n, m_buffer);
     T* v = load(row, row.exp_avg_sq, from, n, v_buffer);
     const T* no_grad = nullptr;
+    T* nothing = nullptr;
     if (row.amsgrad) {
       T* v_max = load(row, row.max_exp_avg_sq, from, n, v_max_buffer);
-      update<T, T, false, true, true>(p, no_grad, sum, m, v, v_max, s, n);
+      update<T, T, false, true, true, Weights::plain>(p, no_grad, sum, m, v, v_max, nothing, s, n);
       store(row, row.max_exp_avg_sq, from, n, v_max);
     } else {
-      update<T, T, false, true, false>(p, no_grad, sum, m, v, nullptr, s, n);
+      update<T, T, false, true, false, Weights::plain>(p, no_grad, sum, m, v, nothing, nothing, s, n);
     }
+    if constexpr (sizeof(T) == 4) weights.store_from(p);
     store(row, row.param, from, n, p);
     store(row, row.exp_avg, from, n, m);
     store(row, row.exp_avg_sq, from, n, v);

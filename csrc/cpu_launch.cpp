@@ -217,6 +217,7 @@ void CpuExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers,
     group_before = row.group;
     t_before = t;
     row.scalars = &scalars.back();
+    row.randomness.step = static_cast<uint32_t>(t);
   }
   if (!one_by_one) return cpu_step(rows.data(), int64_t(rows.size()), threads_);
   for (const Row& row : rows) cpu_step(&row, 1, threads_);

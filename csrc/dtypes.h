@@ -7,8 +7,8 @@
 
 namespace fa {
 
-// The order is that of PARAMETER_DTYPES in fused_accum/state.py.
-enum class DType : uint8_t { f32, bf16, f16, f64 };
+// The order is that of PARAMETER_DTYPES in fused_accum/state.py. i16: halves of masters (weights.h), never numbers.
+enum class DType : uint8_t { f32, bf16, f16, f64, i16 };
 
 namespace {
 
@@ -30,6 +30,9 @@ struct bf16 {
   uint16_t bits;
 };
 struct f16 {
+  uint16_t bits;
+};
+struct i16 {
   uint16_t bits;
 };
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "dtypes.h"
+#include "weights.h"
 
 namespace fa {
 
@@ -18,6 +18,7 @@ struct Operand {
 // One parameter of a launch.
 struct Row {
   Operand param, grad, accum, exp_avg, exp_avg_sq, max_exp_avg_sq;
+  Operand master;                    // float32, or i16 where the parameter is the other half
   int64_t numel = 0;                 // elements
   int ndim = 0;                      // of sizes and strides, where an operand has strides
   const int64_t* sizes = nullptr;
@@ -31,6 +32,8 @@ struct Row {
   bool step_is_double = false;
   bool step_on_host = true;
   double* squares = nullptr;         // where the sum of squares goes, of what accum then holds; null: not wanted
+  Weights weights = Weights::plain;
+  Randomness randomness;             // of stochastic rounding; the executor sets its step
 };
 
 // What runs rows somewhere. Everything is checked before; an error throws.

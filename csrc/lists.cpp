@@ -8,10 +8,11 @@ namespace fa {
 namespace {
 
 void read_item(const py::list& list, size_t i, py::object& object, TensorInfo& info, const char* what, Place place,
-               bool or_on_cpu = false) {
+               bool or_on_cpu = false, bool halves = false) {
   object = list[i];
   if (object.is_none()) return;
-  if (!read_tensor(object.ptr(), info) || !(info.place == place || (or_on_cpu && info.place == kCpu))) {
+  if (!read_tensor(object.ptr(), info) || !(info.place == place || (or_on_cpu && info.place == kCpu)) ||
+      (info.dtype == DType::i16) != halves) {
     throw std::invalid_argument(std::string(what) + " " + std::to_string(i) +
                                 " is not a tensor of a supported dtype on the device of this backend");
   }
@@ -63,7 +64,9 @@ void scatter_rows(py::object accum, uintptr_t index, py::object grad, int64_t sk
 void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,
                 py::list max_exp_avg_sqs, py::list steps, const std::vector<int>& groups,
                 const std::vector<Hyper>& hypers, const std::vector<int>& accum_dtypes, double scale,
-                double coefficient, Executor& executor, Place place) {
+                double coefficient, Executor& executor, Place place, py::list masters,
+                const std::vector<uint32_t>& indices, int weights, uint64_t seed) {
+  const Precision precision{static_cast<Weights>(weights), seed};
   std::vector<Entry> entries(params.size());
   for (size_t i = 0; i < entries.size(); ++i) {
     Entry& e = entries[i];
@@ -77,13 +80,17 @@ void step_lists(py::list params, py::list grads, py::list accums, py::list exp_a
     read_item(exp_avg_sqs, i, e.exp_avg_sq, e.v, "exp_avg_sq", place);
     read_item(max_exp_avg_sqs, i, e.max_exp_avg_sq, e.v_max, "max_exp_avg_sq", place);
     read_item(steps, i, e.step, step, "step", place, true);
+    e.index = indices.at(i);
+    const Weights kept = precision.of(e.p.dtype);
+    if (has_master(kept)) read_item(masters, i, e.master, e.w, "master", place, false, kept == Weights::split);
     if (!read_step(e, step)) throw std::invalid_argument("step " + std::to_string(i) + " is not one float32 or float64");
   }
   std::vector<Row> rows;
   rows.reserve(entries.size());
   for (size_t i = 0; i < entries.size(); ++i) {
     const Entry& e = entries[i];
-    rows.push_back(step_row(e, hypers.at(size_t(e.group)), !e.accum.is_none(), static_cast<DType>(accum_dtypes.at(i))));
+    rows.push_back(step_row(e, hypers.at(size_t(e.group)), !e.accum.is_none(), static_cast<DType>(accum_dtypes.at(i)),
+                            precision));
   }
   const bool one_by_one = overlap(entries);
   py::gil_scoped_release release;

@@ -31,9 +31,11 @@ void fill(Row& row, const Entry& e, bool steps) {
                         {steps ? &row.param : nullptr, &e.p},
                         {steps ? &row.exp_avg : nullptr, &e.m},
                         {steps ? &row.exp_avg_sq : nullptr, &e.v},
-                        {steps && row.amsgrad ? &row.max_exp_avg_sq : nullptr, &e.v_max}};
+                        {steps && row.amsgrad ? &row.max_exp_avg_sq : nullptr, &e.v_max},
+                        {steps && has_master(row.weights) ? &row.master : nullptr, &e.w}};
   const TensorInfo& model = steps ? e.p : e.a;
-  bool linear = is_dense(model);
+  // Random words go by row-major order, whatever the order in memory.
+  bool linear = row.weights == Weights::stochastic ? is_row_major(model) : is_dense(model);
   for (const Part& part : parts) {
     if (!part.operand) continue;
     part.operand->data = part.info->data;
@@ -55,7 +57,7 @@ bool read_step(Entry& e, const TensorInfo& step) {
   return step.numel == 1 && (step.dtype == DType::f32 || step.dtype == DType::f64);
 }
 
-Row step_row(const Entry& e, const Hyper& hyper, bool has_accum, DType accum_dtype) {
+Row step_row(const Entry& e, const Hyper& hyper, bool has_accum, DType accum_dtype, const Precision& precision) {
   Row row;
   row.has_grad = e.has_grad();
   row.has_accum = has_accum;
@@ -65,6 +67,8 @@ Row step_row(const Entry& e, const Hyper& hyper, bool has_accum, DType accum_dty
   row.step = e.step_data;
   row.step_is_double = e.step_is_double;
   row.step_on_host = e.step_on_host;
+  row.weights = precision.of(e.p.dtype);
+  row.randomness = {precision.seed, e.index, 0};
   fill(row, e, true);
   return row;
 }

@@ -15,11 +15,22 @@ namespace py = pybind11;
 // In the order of Hyper in fused_accum/state.py. device_lr: an address, or 0.
 Hyper hyper_from(py::tuple values, uint64_t device_lr, bool device_lr_is_double);
 
+// What 16-bit parameters keep beside them.
+struct Precision {
+  Weights weights = Weights::plain;
+  uint64_t seed = 0;
+
+  // For a parameter of `dtype`.
+  Weights of(DType dtype) const { return dtype == DType::bf16 || dtype == DType::f16 ? weights : Weights::plain; }
+};
+
 // One parameter's tensors as Python objects and as read.
 struct Entry {
   py::object param, grad, accum, exp_avg, exp_avg_sq, max_exp_avg_sq, step;  // null or None where there is none
-  TensorInfo p, g, a, m, v, v_max;
+  py::object master;
+  TensorInfo p, g, a, m, v, v_max, w;
   int group = 0;
+  uint32_t index = 0;  // among all parameters of the optimizer
   void* step_data = nullptr;
   bool step_is_double = false, step_on_host = true;
   bool steps = false;    // takes part in the coming step
@@ -37,7 +48,7 @@ void fill(Row& row, const Entry& entry, bool steps);
 bool read_step(Entry& entry, const TensorInfo& step);
 
 // A row of an update.
-Row step_row(const Entry& entry, const Hyper& hyper, bool has_accum, DType accum_dtype);
+Row step_row(const Entry& entry, const Hyper& hyper, bool has_accum, DType accum_dtype, const Precision& precision);
 
 // Notes where the parameter lies now; returns whether it lay elsewhere, or nowhere, before.
 bool note_span(Entry& entry);
@@ -58,6 +69,7 @@ void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& 
 void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,
                 py::list max_exp_avg_sqs, py::list steps, const std::vector<int>& groups,
                 const std::vector<Hyper>& hypers, const std::vector<int>& accum_dtypes, double scale,
-                double coefficient, Executor& executor, Place place);
+                double coefficient, Executor& executor, Place place, py::list masters,
+                const std::vector<uint32_t>& indices, int weights, uint64_t seed);
 
 }  // namespace fa

@@ -14,6 +14,7 @@ struct Names {
   PyObject* exp_avg = PyUnicode_InternFromString("exp_avg");
   PyObject* exp_avg_sq = PyUnicode_InternFromString("exp_avg_sq");
   PyObject* max_exp_avg_sq = PyUnicode_InternFromString("max_exp_avg_sq");
+  PyObject* master = PyUnicode_InternFromString("master");
 };
 
 const Names& names() {
@@ -46,11 +47,16 @@ bool has_internal_overlap(const TensorInfo& t) {
 
 }  // namespace
 
-Table::Table(py::list params, std::vector<int> groups, py::object increment_version, Place place)
-    : entries_(params.size()), increment_version_(std::move(increment_version)), place_(place) {
+Table::Table(py::list params, std::vector<int> groups, py::object increment_version, Place place,
+             std::vector<uint32_t> indices, int weights, uint64_t seed)
+    : entries_(params.size()),
+      increment_version_(std::move(increment_version)),
+      place_(place),
+      precision_{static_cast<Weights>(weights), seed} {
   for (size_t i = 0; i < entries_.size(); ++i) {
     entries_[i].param = params[i];
     entries_[i].group = groups.at(i);
+    entries_[i].index = indices.at(i);
   }
 }
 
@@ -69,7 +75,13 @@ bool Table::plain(PyObject* tensor) const {
 }
 
 bool Table::readable(const py::object& tensor, TensorInfo& info) const {
-  return plain(tensor.ptr()) && read_tensor(tensor.ptr(), info) && info.place == place_;
+  return plain(tensor.ptr()) && read_tensor(tensor.ptr(), info) && info.place == place_ && info.dtype != DType::i16;
+}
+
+bool Table::readable_master(const Entry& e, TensorInfo& info) const {
+  const bool halves = precision_.weights == Weights::split;
+  return !(halves && e.p.dtype != DType::bf16) && plain(e.master.ptr()) && read_tensor(e.master.ptr(), info) &&
+         info.place == place_ && info.dtype == (halves ? DType::i16 : DType::f32);
 }
 
 // Whether a lazily negated tensor could look like t: torch makes those as views of every other element, so that one
@@ -140,10 +152,11 @@ bool Table::step_one(size_t row, py::list accums, py::bytearray present, py::byt
   PyObject* own = PyDict_GetItemWithError(state.ptr(), e.param.ptr());
   if (!own && PyErr_Occurred()) throw py::error_already_set();
   if (!read_state(e, own, hyper)) return false;
-  std::vector<Row> rows{step_row(e, hyper, held != 0, static_cast<DType>(accum_dtype))};
+  std::vector<Row> rows{step_row(e, hyper, held != 0, static_cast<DType>(accum_dtype), precision_)};
   py::list written;
   for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq}) written.append(*tensor);
   if (hyper.amsgrad) written.append(e.max_exp_avg_sq);
+  if (has_master(rows[0].weights)) written.append(e.master);
   if (e.aliased) written.append(e.grad);
   {
     py::gil_scoped_release release;
@@ -256,13 +269,15 @@ void Table::accumulate(py::bytearray present, double scale, Executor& executor, 
 // A parameter's state by name. Names in Python code are interned, and so are most keys: comparing pointers while going
 // through the few entries costs less than looking each up.
 struct StateItems {
-  PyObject *step = nullptr, *exp_avg = nullptr, *exp_avg_sq = nullptr, *max_exp_avg_sq = nullptr;  // borrowed
+  PyObject *step = nullptr, *exp_avg = nullptr, *exp_avg_sq = nullptr, *max_exp_avg_sq = nullptr,
+           *master = nullptr;  // borrowed
 
   explicit StateItems(PyObject* state) {
     const std::pair<PyObject*, PyObject**> wanted[] = {{names().step, &step},
                                                        {names().exp_avg, &exp_avg},
                                                        {names().exp_avg_sq, &exp_avg_sq},
-                                                       {names().max_exp_avg_sq, &max_exp_avg_sq}};
+                                                       {names().max_exp_avg_sq, &max_exp_avg_sq},
+                                                       {names().master, &master}};
     Py_ssize_t position = 0;
     PyObject *key, *value;
     while (PyDict_Next(state, &position, &key, &value)) {
@@ -286,6 +301,12 @@ bool Table::read_state(Entry& e, PyObject* state, const Hyper& hyper) const {
   };
   if (!moment(e.exp_avg, e.m, items.exp_avg) || !moment(e.exp_avg_sq, e.v, items.exp_avg_sq)) return false;
   if (hyper.amsgrad && !moment(e.max_exp_avg_sq, e.v_max, items.max_exp_avg_sq)) return false;
+  if (has_master(precision_.of(e.p.dtype))) {
+    if (!keep(e.master, items.master) || !readable_master(e, e.w) || !same_sizes(e.w, e.p) ||
+        has_internal_overlap(e.w)) {
+      return false;
+    }
+  }
   TensorInfo step;
   return keep(e.step, items.step) && readable(e.step, step) && read_step(e, step);
 }
@@ -348,9 +369,11 @@ void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int ac
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& e = entries_[i];
     if (!e.steps) continue;
-    rows.push_back(step_row(e, hypers[size_t(e.group)], bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype)));
+    rows.push_back(step_row(e, hypers[size_t(e.group)], bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype),
+                            precision_));
     for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq}) written.push_back(tensor->ptr());
     if (rows.back().amsgrad) written.push_back(e.max_exp_avg_sq.ptr());
+    if (has_master(rows.back().weights)) written.push_back(e.master.ptr());
     if (e.aliased) written.push_back(e.grad.ptr());
   }
   py::tuple tensors(written.size());

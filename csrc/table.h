@@ -18,8 +18,10 @@ class Table {
   static constexpr char kByGrad = 2;  // in `present`, as BY_GRAD in fused_accum/buckets.py
 
   // params: list of tensors; groups: index of each into the hypers; increment_version: torch's function;
-  // place: where the tensors are.
-  Table(py::list params, std::vector<int> groups, py::object increment_version, Place place);
+  // place: where the tensors are; indices: of each parameter in the optimizer; weights: of 16-bit parameters, as
+  // Weights; seed: of stochastic rounding.
+  Table(py::list params, std::vector<int> groups, py::object increment_version, Place place,
+        std::vector<uint32_t> indices, int weights, uint64_t seed);
 
   // Types whose instances are read directly, beside torch.Tensor and torch.nn.Parameter.
   void accept(py::object type);
@@ -66,6 +68,7 @@ class Table {
   bool collect_row(Entry& entry, PyObject* accum, char& held, DType dtype_then, bool buffers, Py_ssize_t& found);
   bool plain(PyObject* tensor) const;
   bool readable(const py::object& tensor, TensorInfo& info) const;
+  bool readable_master(const Entry& entry, TensorInfo& info) const;
   bool usable_gradient(const Entry& entry) const;
   bool read_state(Entry& entry, PyObject* state, const Hyper& hyper) const;
   bool parameters_overlap();
@@ -78,6 +81,7 @@ class Table {
   std::vector<py::object> accepted_;
   py::object increment_version_;
   const Place place_;
+  const Precision precision_;
   bool overlap_ = false;
 };
 

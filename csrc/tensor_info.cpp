@@ -33,13 +33,14 @@ struct ExchangeApi {
   void* managed_to_object;
   int (*tensor_from_object)(void* object, DLTensor* out);
 };
-constexpr uint8_t kFloat = 2, kBfloat = 4;
+constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4;
 constexpr int32_t kCuda = 2;
 
 const ExchangeApi* api = nullptr;
 
 bool dtype_from(uint8_t code, int bits, DType& out) {
   if (code == kBfloat && bits == 16) return out = DType::bf16, true;
+  if (code == kInt && bits == 16) return out = DType::i16, true;
   if (code != kFloat) return false;
   if (bits == 32) return out = DType::f32, true;
   if (bits == 16) return out = DType::f16, true;
@@ -104,6 +105,7 @@ bool read_by_attributes(PyObject* tensor, TensorInfo& info) {
   else if (!std::strcmp(text, "torch.bfloat16")) info.dtype = DType::bf16;
   else if (!std::strcmp(text, "torch.float16")) info.dtype = DType::f16;
   else if (!std::strcmp(text, "torch.float64")) info.dtype = DType::f64;
+  else if (!std::strcmp(text, "torch.int16")) info.dtype = DType::i16;
   else return false;
   info.data = PyLong_AsVoidPtr(data.get());
   info.ndim = static_cast<int>(size_list.size());
@@ -170,17 +172,20 @@ bool same_strides(const TensorInfo& a, const TensorInfo& b) {
   return true;
 }
 
-bool is_dense(const TensorInfo& t) {
+bool is_row_major(const TensorInfo& t) {
   int64_t expected = 1;
-  bool row_major = true;
-  for (int d = t.ndim - 1; d >= 0 && row_major; --d) {
-    row_major = t.sizes[d] == 1 || t.strides[d] == expected;
+  for (int d = t.ndim - 1; d >= 0; --d) {
+    if (t.sizes[d] != 1 && t.strides[d] != expected) return t.numel == 0;
     expected *= t.sizes[d];
   }
-  if (row_major || t.numel == 0) return true;
+  return true;
+}
+
+bool is_dense(const TensorInfo& t) {
+  if (is_row_major(t)) return true;
   // Any order of dimensions: each stride must be the product of the sizes of those with smaller strides.
   std::vector<bool> used(size_t(t.ndim), false);
-  expected = 1;
+  int64_t expected = 1;
   for (int placed = 0; placed < t.ndim; ++placed) {
     int next = -1;
     for (int d = 0; d < t.ndim && next < 0; ++d) {

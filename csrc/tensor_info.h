@@ -51,12 +51,14 @@ TensorAttributes& tensor_attributes();
 void set_tensor_class(PyObject* tensor_class);
 bool has_exchange_api();
 
-// False, with no Python error set, for a tensor that has no plain elements of a supported dtype.
+// False, with no Python error set, for a tensor that has no plain elements of a supported dtype; int16 is read too, as
+// DType::i16.
 bool read_tensor(PyObject* tensor, TensorInfo& info);
 
 // Same sizes; and, for operands of one row, whether both list their elements in the same dense order.
 bool same_sizes(const TensorInfo& a, const TensorInfo& b);
 bool is_dense(const TensorInfo& t);
+bool is_row_major(const TensorInfo& t);
 bool same_strides(const TensorInfo& a, const TensorInfo& b);
 
 }  // namespace fa

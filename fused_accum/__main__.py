@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     )
     bytes_.add_argument("--n-microbatches", type=int, default=8, metavar="N", help="per window (default 8)")
     bytes_.add_argument("--amsgrad", action="store_true")
+    bytes_.add_argument("--master-weights", choices=("fp32", "split"), help="of bf16 and (fp32) fp16 parameters")
     bytes_.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     return top
 
@@ -72,9 +73,13 @@ def run_estimate(arguments: argparse.Namespace) -> int:
     state = None if arguments.state_dtype == "param" else arguments.state_dtype
     if arguments.n_microbatches < 1:
         parser().error(f"--n-microbatches is {arguments.n_microbatches}; a window has at least 1")
-    rows = estimate.modes(
-        arguments.param_dtype, arguments.accum_dtype, state, arguments.n_microbatches, arguments.amsgrad
-    )
+    try:
+        rows = estimate.modes(
+            arguments.param_dtype, arguments.accum_dtype, state, arguments.n_microbatches, arguments.amsgrad,
+            arguments.master_weights,
+        )  # fmt: skip
+    except ValueError as error:
+        parser().error(str(error))
     render = estimate.as_json if arguments.json else estimate.as_text
     print(render(rows, arguments.params))
     return 0

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from . import checks, norms
 from .rows import Rows
-from .state import MOMENTS, PARAMETER_DTYPES, Hyper, Options, complete
+from .state import MASTER, PARAMETER_DTYPES, SPLIT, STATE, Hyper, Options, complete
 
 if TYPE_CHECKING:
     from .backends.base import Backend
@@ -63,9 +63,11 @@ class Bucket:
         groups: Sequence[int],
         name_of: Callable[[Tensor], str],
         options: Options,
+        indices: Sequence[int],
     ) -> None:
         self.backend, self.reason, self.device, self.options = backend, reason, device, options
         self.params, self.groups, self.name_of = list(params), list(groups), name_of
+        self.indices = list(indices)  # of the parameters in the optimizer
         self.accums: list[Tensor | None] = [None] * len(self.params)
         self.dtypes = bytearray(len(self.params))
         self.present = bytearray(len(self.params))
@@ -113,10 +115,12 @@ class Bucket:
             p = self.params[i]
             if self.grads[i] is None:
                 self.check(i, None)
-            self.complete(state[p], p, groups[self.groups[i]], self.options)
-            for spec in MOMENTS:
-                if spec.name in state[p]:
-                    checks.check_state(self.name_of(p), spec.name, p, state[p][spec.name])
+            checks.check_options(self.name_of(p), p, self.options)
+            group = groups[self.groups[i]]
+            self.complete(state[p], p, group, self.options)
+            for spec in STATE:
+                if spec.name in state[p] and spec.wanted(p, group, self.options):
+                    checks.check_state(self.name_of(p), spec, p, state[p][spec.name], self.options)
 
     def sum_up(self, scale: float) -> None:
         """After ``prepare``, before a step that needs the norm: what is to be added to a buffer is added, and
@@ -191,6 +195,7 @@ class Bucket:
         if g is not None and (g.is_neg() or g._is_zerotensor()):
             g = checks.plain_gradient(g)
         self.grads = {i: g}
+        checks.check_options(self.name_of(p), p, self.options)
         complete(state[p], p, groups[self.groups[i]], self.options)
         table = self.rows([i], state, self.hypers, 1.0, coefficient)
         self.backend.adamw(table)
@@ -251,7 +256,11 @@ class Bucket:
             hypers=hypers,
             scale=scale,
             coefficient=coefficient,
-        )
+            masters=[s["master"] if self.options.weights_for(p) in (MASTER, SPLIT) else None
+                     for s, p in zip(states, params)],
+            rounding_seed=self.options.rounding_seed if self.options.stochastic_rounding else None,
+            indices=[self.indices[i] for i in rows],
+        )  # fmt: skip
 
     def check(self, i: int, g: Tensor | None) -> None:
         """Raise unless parameter ``i`` with gradient ``g`` can take part; drops a buffer of another dtype."""

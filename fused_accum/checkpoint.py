@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .runtime import Runtime
-from .state import MOMENTS, complete
+from .state import STATE, complete
 
 if TYPE_CHECKING:
     from .optimizer import FusedAccumAdamW
@@ -81,24 +81,54 @@ def warn_mid_window_save(run: Runtime) -> None:
         )
 
 
+def refuse_other_masters(opt: FusedAccumAdamW, incoming: dict[str, Any]) -> None:
+    """Raise, before anything is loaded, where saved masters are of the other kind than this optimizer's."""
+    options = opt._run.options
+    spec = STATE[-1]
+    saved_ids = chain.from_iterable(group["params"] for group in incoming["param_groups"])
+    for saved_id, (p, group) in zip(saved_ids, _parameters(opt)):
+        saved = incoming["state"].get(saved_id, {}).get("master")
+        if isinstance(saved, Tensor) and spec.wanted(p, group, options) and saved.dtype != spec.dtype(p, options):
+            kind = "split" if saved.dtype == torch.int16 else "fp32"
+            raise ValueError(
+                f"the loaded state_dict was saved with master_weights={kind!r}, this optimizer has "
+                f"{options.master_weights!r}; construct it with master_weights={kind!r}, or remove 'master' from the "
+                "loaded state to start from the parameters"
+            )
+
+
 def reinstate(opt: FusedAccumAdamW) -> None:
     """Called within ``Optimizer.load_state_dict`` once it has cast all state to the parameters' dtypes: put back
     the incoming tensors' precision, and the incoming window."""
     run = opt._run
     incoming, run.incoming = run.incoming, None
+    unused_masters = 0
     saved_ids = chain.from_iterable(group["params"] for group in incoming["param_groups"])
     accums: dict[int, tuple[Tensor, Tensor]] = {}
-    for saved_id, (p, _) in zip(saved_ids, _parameters(opt)):
+    for saved_id, (p, group) in zip(saved_ids, _parameters(opt)):
         saved = incoming["state"].get(saved_id)
         if saved is None or p not in opt.state:
             continue
         own = opt.state[p]
-        for spec in MOMENTS:
-            if isinstance(saved.get(spec.name), Tensor):
-                own[spec.name] = saved[spec.name].to(device=p.device, dtype=run.options.state_dtype_for(p))
+        for spec in STATE:
+            if not isinstance(saved.get(spec.name), Tensor):
+                continue
+            if spec.name == "master" and not spec.wanted(p, group, run.options):
+                del own["master"]
+                unused_masters += 1
+            else:
+                own[spec.name] = saved[spec.name].to(device=p.device, dtype=spec.dtype(p, run.options))
         if "accum" in own:
             del own["accum"]
             accums[id(p)] = (p, saved["accum"])
+    if unused_masters:
+        warnings.warn(
+            f"the loaded state_dict holds master weights of {unused_masters} parameter(s) for which this optimizer "
+            "keeps none; they are dropped, and training goes on from the parameters as they are (pass "
+            "master_weights= as in the saved run to keep them)",
+            UserWarning,
+            stacklevel=5,
+        )
     if run.backward is not None:
         run.backward.drop()
     run.discard()

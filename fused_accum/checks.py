@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .state import PARAMETER_DTYPES
+from .state import PARAMETER_DTYPES, Options, StateSpec
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 
@@ -90,12 +90,24 @@ def check_unchanged(name: str, p: Tensor, accum: Tensor, dtype: torch.dtype) -> 
         )
 
 
-def check_state(name: str, key: str, p: Tensor, t: Tensor) -> None:
-    """Raise unless the state tensor ``t`` can hold ``key`` for ``p``."""
+def check_options(name: str, p: Tensor, options: Options) -> None:
+    """Raise where ``p`` cannot have what ``options`` ask for."""
+    if options.master_weights == "split" and p.dtype == torch.float16:
+        raise TypeError(
+            f"parameter {name} is float16; master_weights='split' keeps the 16 bits that a bfloat16 parameter lacks "
+            "of a float32, and float16 is not the upper half of one: use master_weights='fp32'"
+        )
+
+
+def check_state(name: str, spec: StateSpec, p: Tensor, t: Tensor, options: Options) -> None:
+    """Raise unless the state tensor ``t`` can be what ``spec`` says for ``p``."""
+    key = spec.name
     _check_real_storage(f"state {key!r} of parameter {name}", t)
-    if t.device != p.device or t.shape != p.shape or t.dtype not in PARAMETER_DTYPES:
+    why = spec.refusal(p, t, options)
+    if t.device != p.device or t.shape != p.shape or why:
         raise RuntimeError(
             f"state {key!r} of parameter {name} is {short(t.dtype)} {tuple(t.shape)} on {t.device}, the parameter "
-            f"is {tuple(p.shape)} on {p.device}; state must have the parameter's shape and device: load a "
-            "matching state_dict, or delete optimizer.state[parameter] to start it anew"
+            f"is {tuple(p.shape)} on {p.device}; state must have the parameter's shape and device"
+            f"{f' ({why})' if why else ''}: load a matching state_dict, or delete optimizer.state[parameter] to "
+            "start it anew"
         )

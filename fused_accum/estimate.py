@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 
 SIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+MASTERS = {None: (0, tuple(SIZES)), "fp32": (4, ("bf16", "fp16")), "split": (2, ("bf16",))}  # bytes; for which
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,10 @@ class Mode:
     """One row, in bytes per parameter.
 
     Attributes:
-        params, moments: held all the time.
+        params, moments, masters: held all the time.
         gradients: ``.grad`` at its peak, all parameters at once.
         buffer: the accumulation buffer.
-        total: the sum of the four.
+        total: the sum of the five.
         traffic: read and written in a window of N micro-batches, by accumulation, step and zeroing.
     """
 
@@ -30,13 +31,16 @@ class Mode:
     buffer: int
     moments: int
     traffic: int
+    masters: int = 0
 
     @property
     def total(self) -> int:
-        return self.params + self.gradients + self.buffer + self.moments
+        return self.params + self.gradients + self.buffer + self.moments + self.masters
 
 
-def modes(param: str, accum: str, state: str | None, microbatches: int, amsgrad: bool = False) -> list[Mode]:
+def modes(
+    param: str, accum: str, state: str | None, microbatches: int, amsgrad: bool = False, master: str | None = None
+) -> list[Mode]:
     """The rows for one choice of dtypes, named as in ``SIZES``.
 
     Args:
@@ -45,31 +49,41 @@ def modes(param: str, accum: str, state: str | None, microbatches: int, amsgrad:
         state: of the moments; None: the parameter's.
         microbatches: N, at least 1.
         amsgrad: a third moment.
+        master: "fp32", "split" or None: what bf16 and fp16 parameters have beside them. torch has no such thing.
 
     Raises:
-        ValueError: ``accum`` is fp16, which overflows, or ``microbatches`` is below 1.
+        ValueError: ``master`` with parameters that have none (fp32, fp64; split: fp16 too),
+            ``accum`` is fp16, which overflows, or ``microbatches`` is below 1.
     """
     if accum == "fp16":
         raise ValueError("accum_dtype is fp16, whose range is too small for a sum; it must be fp32 or bf16")
     if microbatches < 1:
         raise ValueError(f"n_microbatches is {microbatches}; a window has at least 1")
+    if master not in MASTERS or param not in MASTERS[master][1]:
+        raise ValueError(
+            f"master_weights is {master!r} for {param} parameters; it is None, 'fp32' for bf16 and fp16, or 'split' "
+            "for bf16"
+        )
     if param == "fp64":
         accum = state = "fp64"
     p, a, s, n = SIZES[param], SIZES[accum], SIZES[state or param], microbatches
     kept = 3 if amsgrad else 2
+    w = MASTERS[master][0]
+    # An fp32 master is read and written, the parameter then only written; a half needs the parameter too.
+    extra = 2 * w - (p if master == "fp32" else 0)
 
     def update(moment: int) -> int:
         return 2 * p + 2 * kept * moment  # parameter and moments, read and written
 
     rows = [
         Mode("torch.optim.AdamW, N=1", p, p, 0, kept * p, update(p) + p),
-        Mode("fused_accum, N=1", p, p, 0, kept * s, update(s) + p),
+        Mode("fused_accum, N=1", p, p, 0, kept * s, update(s) + extra + p, w),
     ]
     if n > 1:
         # torch: the first backward leaves its gradient in .grad, later ones add to it (two reads, a write).
         torch = Mode(f"torch.optim.AdamW, N={n}", p, p, 0, kept * p, (n - 1) * 3 * p + update(p) + p)
-        first, add, last = p + a, p + 2 * a, p + 2 * a + update(s)
-        ours = Mode(f"fused_accum, N={n}", p, p, a, kept * s, first + (n - 2) * add + last)
+        first, add, last = p + a, p + 2 * a, p + 2 * a + update(s) + extra
+        ours = Mode(f"fused_accum, N={n}", p, p, a, kept * s, first + (n - 2) * add + last, w)
         rows += [torch, ours]
     return rows
 
@@ -98,7 +112,7 @@ def numbers(row: Mode) -> dict[str, int]:
 
 def as_text(rows: list[Mode], params: float) -> str:
     """A table of bytes per parameter, and of the totals."""
-    heads = ("params", "gradients", "buffer", "moments", "total")
+    heads = ("params", "gradients", "buffer", "moments", "masters", "total")
     width = max(len(row.name) for row in rows)
     lines = [f"{'bytes per parameter':<{width}}  {'  '.join(heads)}   held in all  moved per window"]
     for row in rows:

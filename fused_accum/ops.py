@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from . import backends, checks
 from .rows import Rows
-from .state import PARAMETER_DTYPES, Hyper
+from .state import LOW_PRECISION, MASTER, PARAMETER_DTYPES, PLAIN, SPLIT, Hyper
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "scale", "coefficient")
 
@@ -25,6 +25,11 @@ _library.define(
     "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] accums, Tensor(c!)[] exp_avgs, "
     "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, Tensor hyper, *, "
     "bool maximize=False, ScalarType? accum_dtype=None) -> ()"
+)
+_library.define(
+    "adamw_masters_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] accums, Tensor(c!)[] exp_avgs, "
+    "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, Tensor(g!)[] masters, "
+    "Tensor hyper, *, bool maximize=False, ScalarType? accum_dtype=None) -> ()"
 )
 
 
@@ -55,6 +60,7 @@ def adamw_(
     *,
     maximize: bool = False,
     accum_dtype: torch.dtype | None = None,
+    masters: Sequence[Tensor] = (),
 ) -> None:
     """Equations (2) to (6) for every parameter, from its gradient, its buffer, or both.
 
@@ -68,14 +74,18 @@ def adamw_(
             coefficient (of the sum).
         accum_dtype: without ``accums``, what ``scale * grad`` is rounded to; None: float32, or float64 for float64
             parameters.
+        masters: mutated; empty, or for bfloat16 and float16 ``params`` their float32 masters, or for bfloat16 ones
+            int16: the halves of the masters that ``params`` lack (``master_weights`` of the optimizer says more).
 
     Raises:
         As ``accumulate_``.
     """
-    torch.ops.fused_accum.adamw_(
-        params, grads, accums, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, hyper,
-        maximize=maximize, accum_dtype=accum_dtype,
-    )  # fmt: skip
+    options = {"maximize": maximize, "accum_dtype": accum_dtype}
+    lists = (params, grads, accums, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)
+    if len(masters):
+        torch.ops.fused_accum.adamw_masters_(*lists, masters, hyper, **options)
+    else:
+        torch.ops.fused_accum.adamw_(*lists, hyper, **options)
 
 
 # -- validation: what can be known of a tensor without its data, so that it also serves as the fake ----------------
@@ -131,13 +141,36 @@ def _check_adamw(
     _check_scalars("hyper", hyper, (len(HYPER),))
 
 
+@torch.library.register_fake("fused_accum::adamw_masters_")
+def _check_adamw_masters(
+    params, grads, accums, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, hyper, *,
+    maximize=False, accum_dtype=None,
+):  # fmt: skip
+    _check_adamw(params, grads, accums, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, hyper)
+    if len(masters) != len(params):
+        raise ValueError(f"masters has {len(masters)} tensors, params {len(params)}; give one for each")
+    kinds = {t.dtype for t in masters}
+    takes = {torch.float32: LOW_PRECISION, torch.int16: (torch.bfloat16,)}
+    for i, (p, t) in enumerate(zip(params, masters)):
+        if p.shape != t.shape or p.device != t.device or t.layout != torch.strided:
+            raise RuntimeError(
+                f"masters[{i}] is {t.layout} {tuple(t.shape)} on {t.device}, params[{i}] {tuple(p.shape)} on "
+                f"{p.device}; both must be strided, of one shape and device"
+            )
+        if len(kinds) != 1 or p.dtype not in takes.get(t.dtype, ()):
+            raise TypeError(
+                f"masters[{i}] is {checks.short(t.dtype)} for {checks.short(p.dtype)}; masters are float32, of "
+                "bfloat16 and float16 parameters, or all int16, of bfloat16 ones"
+            )
+
+
 # -- implementations -----------------------------------------------------------------------------------------------
 
 
-def _by_backend(tensors: Sequence[Tensor]) -> dict[backends.Backend, list[int]]:
+def _by_backend(tensors: Sequence[Tensor], weights: int = PLAIN) -> dict[backends.Backend, list[int]]:
     rows: dict[backends.Backend, list[int]] = {}
     for i, t in enumerate(tensors):
-        rows.setdefault(backends.choose("auto", t.device)[0], []).append(i)
+        rows.setdefault(backends.choose("auto", t.device, weights)[0], []).append(i)
     return rows
 
 
@@ -153,12 +186,25 @@ def _accumulate(accums, grads, scale, *, first=False):
         increment_version(own)
 
 
+def _adamw_masters(
+    params, grads, accums, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, hyper, *,
+    maximize=False, accum_dtype=None,
+):  # fmt: skip
+    _check_adamw_masters(params, grads, accums, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, masters, hyper)
+    _adamw(
+        params, grads, accums, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, hyper, maximize=maximize,
+        accum_dtype=accum_dtype, masters=masters,
+    )  # fmt: skip
+
+
 def _adamw(
-    params, grads, accums, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, hyper, *, maximize=False, accum_dtype=None
-):
+    params, grads, accums, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, hyper, *,
+    maximize=False, accum_dtype=None, masters=(),
+):  # fmt: skip
     _check_adamw(params, grads, accums, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, hyper)
     lr, beta1, beta2, eps, weight_decay, scale, coefficient = hyper.tolist()
-    for backend, rows in _by_backend(params).items():
+    weights = PLAIN if not len(masters) else SPLIT if masters[0].dtype == torch.int16 else MASTER
+    for backend, rows in _by_backend(params, weights).items():
         own, sums = _pick(params, rows), _pick(accums, rows)
         table = Rows(
             params=own,
@@ -174,6 +220,7 @@ def _adamw(
             hypers=[Hyper(lr, beta1, beta2, eps, weight_decay, maximize, len(max_exp_avg_sqs) > 0)],
             scale=scale,
             coefficient=coefficient,
+            masters=_pick(masters, rows),
         )
         backend.adamw(table)
         increment_version(table.written())
@@ -187,3 +234,4 @@ def _sum_dtype(p: Tensor, accum: Tensor | None, asked: torch.dtype | None) -> to
 
 _library.impl("accumulate_", _accumulate, "CompositeExplicitAutograd")
 _library.impl("adamw_", _adamw, "CompositeExplicitAutograd")
+_library.impl("adamw_masters_", _adamw_masters, "CompositeExplicitAutograd")

@@ -44,6 +44,16 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         accum_dtype: dtype of the buffers: float32 or bfloat16 (float64 for float64 parameters).
         state_dtype: dtype of exp_avg, exp_avg_sq, max_exp_avg_sq: float32 or bfloat16 (float64 for float64
             parameters); None: the parameter's, as torch.
+        master_weights: for bfloat16 and float16 parameters. "fp32": ``state[p]["master"]`` is a float32 master, made
+            from the parameter at its first update; updates work on it, and the parameter is what it rounds to. A
+            parameter that is changed from outside (a loaded model) is not: there the next step starts from the
+            parameter, element by element. "split", bfloat16 only: ``state[p]["master"]`` is int16, the 16 bits that
+            the parameter lacks of the master (which it is, rounded to nearest with ties away from zero); a changed
+            element counts as it is but for those bits, less than half a unit in its last place.
+        stochastic_rounding: bfloat16 and float16 parameters without masters are rounded up or down by chance, so that
+            the mean is exact. The random number depends on ``rounding_seed``, ``state[p]["step"]``, the parameter's
+            place in the optimizer and the element's in the parameter alone.
+        rounding_seed: int from 0 to 2**64 - 1; a resumed run needs the same one.
         max_grad_norm: clip the window's gradient (divided by the sum of weights and by GradScaler's scale) to this
             global L2 norm inside ``step``, with torch.nn.utils.clip_grad_norm_'s coefficient; None: no clipping.
         skip_nonfinite: "step": a window whose gradient has an inf or a NaN is dropped, parameters and state
@@ -71,6 +81,9 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         fused: bool | None = None,
         accum_dtype: torch.dtype = torch.float32,
         state_dtype: torch.dtype | None = torch.float32,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
         max_grad_norm: float | None = None,
         skip_nonfinite: str | None = None,
         backend: str = "auto",
@@ -80,7 +93,9 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
                 "differentiable=True: the fused update writes in place and records no graph; use "
                 "torch.optim.AdamW(differentiable=True) to differentiate through the optimizer"
             )
-        options = Options.checked(accum_dtype, state_dtype, backend)
+        options = Options.checked(
+            accum_dtype, state_dtype, backend, master_weights, stochastic_rounding, rounding_seed
+        )
         options = options._replace(
             max_grad_norm=norms.checked_max_grad_norm(max_grad_norm),
             skip_nonfinite=norms.checked_skip_nonfinite(skip_nonfinite),
@@ -285,6 +300,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         dropped = run.window.microbatches
 
         def remember(_: Any, incoming: dict[str, Any]) -> None:
+            checkpoint.refuse_other_masters(self, incoming)
             run.incoming = incoming
 
         with run.exclusive("load_state_dict"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .norms import Factors
-from .state import Hyper
+from .state import MASTER, PLAIN, SPLIT, STOCHASTIC, Hyper
 
 
 @dataclass
@@ -27,6 +27,10 @@ class Rows:
         scale: multiplies ``grads`` before they are added (``s`` of the design's equations).
         coefficient: multiplies the window's sum (``c``).
         factors: more of it, on the device; of backends whose tensors are not on the CPU.
+        masters: mutated; float32 masters of 16-bit parameters, or as int16 the half of the master that the parameter
+            lacks. Empty: none has one.
+        rounding_seed: where given, 16-bit parameters are rounded up or down by chance.
+        indices: of each parameter in the optimizer, for stochastic rounding.
     """
 
     params: Sequence[Tensor]
@@ -43,9 +47,21 @@ class Rows:
     scale: float
     coefficient: float
     factors: Factors | None = None
+    masters: Sequence[Tensor | None] = ()
+    rounding_seed: int | None = None
+    indices: Sequence[int] = ()
+
+    @property
+    def weights(self) -> int:
+        """What 16-bit parameters keep beside them: one kind in a table."""
+        masters = [t for t in self.masters if t is not None]
+        if masters:
+            return SPLIT if masters[0].dtype == torch.int16 else MASTER
+        return PLAIN if self.rounding_seed is None else STOCHASTIC
 
     def written(self) -> list[Tensor]:
         """Every tensor that an update of these rows writes."""
         buffers = [a for a, present in zip(self.accums, self.present) if present]
         maxima = [t for t in self.max_exp_avg_sqs if t is not None]
-        return [*self.params, *self.exp_avgs, *self.exp_avg_sqs, *maxima, *self.steps, *buffers]
+        masters = [t for t in self.masters if t is not None]
+        return [*self.params, *self.exp_avgs, *self.exp_avg_sqs, *maxima, *self.steps, *buffers, *masters]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends
+from . import backends, checks
 from ._native import same_objects
 from .buckets import Accum, Bucket, Stale
 from .in_backward import InBackward
@@ -166,7 +166,7 @@ class Runtime:
 
     def rebuild(self, groups: Sequence[dict[str, Any]]) -> None:
         """Sort the parameters of ``groups`` into buckets; buffers and open window are kept."""
-        where: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
+        where: dict[torch.device, tuple[list[Tensor], list[int], list[int]]] = {}
         names: dict[int, str] = {}
         for index, group in enumerate(groups):
             own_names = group.get("param_names")
@@ -177,19 +177,23 @@ class Runtime:
                 names[id(p)] = (
                     repr(own_names[position]) if named else f"param_groups[{index}]['params'][{position}]"
                 )
-                members, owners = where.setdefault(p.device, ([], []))
+                members, owners, places = where.setdefault(p.device, ([], [], []))
+                places.append(len(names) - 1)
                 members.append(p)
                 owners.append(index)
 
         def name_of(p: Tensor) -> str:
             return names[id(p)]
 
+        for members, _, _ in where.values():
+            for p in members:
+                checks.check_options(names[id(p)], p, self.options)
         chosen = {device: self.choose(device) for device in where}
         accums = self.export()
         fresh = []
-        for device, (members, owners) in where.items():
+        for device, (members, owners, places) in where.items():
             backend, reason = chosen[device]
-            bucket = backend.bucket_type(backend, reason, device, members, owners, name_of, self.options)
+            bucket = backend.bucket_type(backend, reason, device, members, owners, name_of, self.options, places)
             bucket.adopt(accums)
             fresh.append(bucket)
         lost = sum(accum.present != 0 for accum in accums.values())
@@ -207,7 +211,7 @@ class Runtime:
     def choose(self, device: torch.device) -> tuple[backends.Backend, str]:
         if device.type == "meta":  # a gradient there is refused; the parameter may be materialized before it has one
             return backends.registry()["reference"], "no data yet"
-        return backends.choose(self.options.backend, device)
+        return backends.choose(self.options.backend, device, self.options.weights)
 
     def collect(self, groups: Sequence[dict[str, Any]], buffers: bool) -> tuple[list[Bucket], int]:
         """Validate all gradients of all buckets before anything changes; returns the buckets and their count."""

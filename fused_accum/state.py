@@ -1,4 +1,4 @@
-"""The optimizer state of one parameter, as a registry: a new kind of state is one more row of ``MOMENTS``."""
+"""The optimizer state of one parameter, as a registry: a new kind of state is one more row of ``STATE``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ from torch import Tensor
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ACCUM_DTYPES = (torch.float32, torch.bfloat16)
 STATE_DTYPES = (torch.float32, torch.bfloat16, None)
-
-
-class StateSpec(NamedTuple):
-    """One per-parameter state tensor: shaped like the parameter, zero at first."""
-
-    name: str
-    only_if: str | None = None  # a group flag that must be set
-
-
-MOMENTS = (
-    StateSpec("exp_avg"),
-    StateSpec("exp_avg_sq"),
-    StateSpec("max_exp_avg_sq", only_if="amsgrad"),
-)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+MASTER_DTYPES = {"fp32": torch.float32, "split": torch.int16}  # by master_weights; int16: half of a float32
+# What 16-bit parameters keep beside them, numbered as enum Weights of csrc/weights.h.
+PLAIN, MASTER, SPLIT, STOCHASTIC = range(4)
 
 
 class Options(NamedTuple):
@@ -34,6 +24,9 @@ class Options(NamedTuple):
     backend: str
     max_grad_norm: float | None = None
     skip_nonfinite: str | None = None
+    master_weights: str | None = None
+    stochastic_rounding: bool = False
+    rounding_seed: int = 0
 
     @property
     def measures(self) -> bool:
@@ -41,7 +34,15 @@ class Options(NamedTuple):
         return self.max_grad_norm is not None or self.skip_nonfinite == "step"
 
     @classmethod
-    def checked(cls, accum_dtype: Any, state_dtype: Any, backend: Any) -> Options:
+    def checked(
+        cls,
+        accum_dtype: Any,
+        state_dtype: Any,
+        backend: Any,
+        master_weights: Any = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: Any = 0,
+    ) -> Options:
         """The options, or ValueError for one out of range."""
         if accum_dtype not in ACCUM_DTYPES:
             raise ValueError(
@@ -53,11 +54,40 @@ class Options(NamedTuple):
                 f"state_dtype is {state_dtype!r}; it must be torch.float32, torch.bfloat16 or None (the "
                 "parameter's dtype; float64 parameters always have float64 state)"
             )
+        if master_weights is not None and master_weights not in MASTER_DTYPES:
+            raise ValueError(
+                f"master_weights is {master_weights!r}; it must be None, 'fp32' (a float32 master beside each "
+                "bfloat16 or float16 parameter) or 'split' (the 16 bits of it that a bfloat16 parameter lacks)"
+            )
+        if stochastic_rounding and master_weights is not None:
+            raise ValueError(
+                f"stochastic_rounding=True with master_weights={master_weights!r}: a master keeps what rounding "
+                "would lose, and the parameter must be what the master rounds to; choose one of the two"
+            )
+        if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int) or not 0 <= rounding_seed < 2**64:
+            raise ValueError(f"rounding_seed is {rounding_seed!r}; it must be an int from 0 to 2**64 - 1")
         from . import backends  # which import this module
 
         if backend != "auto" and backend not in (names := backends.registry()):
             raise ValueError(f"backend is {backend!r}; it must be 'auto' or one of {', '.join(map(repr, names))}")
-        return cls(accum_dtype, state_dtype, backend)
+        return cls(
+            accum_dtype,
+            state_dtype,
+            backend,
+            master_weights=master_weights,
+            stochastic_rounding=bool(stochastic_rounding),
+            rounding_seed=rounding_seed,
+        )
+
+    @property
+    def weights(self) -> int:
+        """What 16-bit parameters keep beside them: PLAIN, MASTER, SPLIT or STOCHASTIC."""
+        if self.stochastic_rounding:
+            return STOCHASTIC
+        return {None: PLAIN, "fp32": MASTER, "split": SPLIT}[self.master_weights]
+
+    def weights_for(self, p: Tensor) -> int:
+        return self.weights if p.dtype in LOW_PRECISION else PLAIN
 
     def accum_dtype_for(self, p: Tensor) -> torch.dtype:
         return torch.float64 if p.dtype == torch.float64 else self.accum_dtype
@@ -100,6 +130,53 @@ def new_step() -> Tensor:
     return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
 
 
+class StateSpec:
+    """One per-parameter state tensor of the parameter's shape: whether ``p`` has it, its dtype, its first value."""
+
+    def __init__(self, name: str, only_if: str | None = None) -> None:
+        self.name, self.only_if = name, only_if  # a group flag that must be set
+
+    def wanted(self, p: Tensor, group: dict[str, Any], options: Options) -> bool:
+        return self.only_if is None or bool(group[self.only_if])
+
+    def dtype(self, p: Tensor, options: Options) -> torch.dtype:
+        return options.state_dtype_for(p)
+
+    def new(self, p: Tensor, options: Options) -> Tensor:
+        return torch.zeros_like(p, dtype=self.dtype(p, options), memory_format=torch.preserve_format).detach()
+
+    def refusal(self, p: Tensor, t: Tensor, options: Options) -> str | None:
+        """Why ``t`` cannot be this state of ``p`` (beyond shape and device), or None."""
+        return None if t.dtype in PARAMETER_DTYPES else "moments are floating"
+
+
+class MasterSpec(StateSpec):
+    """The float32 master of a 16-bit parameter, or the half of it that the parameter lacks, as int16."""
+
+    def wanted(self, p: Tensor, group: dict[str, Any], options: Options) -> bool:
+        return options.weights_for(p) in (MASTER, SPLIT)
+
+    def dtype(self, p: Tensor, options: Options) -> torch.dtype:
+        return MASTER_DTYPES[options.master_weights]
+
+    def new(self, p: Tensor, options: Options) -> Tensor:
+        if options.master_weights == "split":
+            return super().new(p, options)  # of a master that is the parameter all missing bits are 0
+        return p.detach().to(torch.float32, memory_format=torch.preserve_format, copy=True)
+
+    def refusal(self, p: Tensor, t: Tensor, options: Options) -> str | None:
+        wanted = self.dtype(p, options)
+        return None if t.dtype == wanted else f"master_weights={options.master_weights!r} keeps {wanted}"
+
+
+STATE = (
+    StateSpec("exp_avg"),
+    StateSpec("exp_avg_sq"),
+    StateSpec("max_exp_avg_sq", only_if="amsgrad"),
+    MasterSpec("master"),
+)
+
+
 def complete(state: dict[str, Any], p: Tensor, group: dict[str, Any], options: Options) -> None:
     """Add to ``state`` what an update of ``p`` needs and ``state`` lacks; mutates ``state`` only."""
     with torch.inference_mode(False), torch.no_grad():
@@ -108,8 +185,6 @@ def complete(state: dict[str, Any], p: Tensor, group: dict[str, Any], options: O
             state["step"] = new_step() if step is None else torch.full_like(new_step(), float(step))
         elif not step.is_floating_point():
             state["step"] = step.to(torch.float32)
-        for spec in MOMENTS:
-            if spec.name not in state and (spec.only_if is None or group[spec.only_if]):
-                state[spec.name] = torch.zeros_like(
-                    p, dtype=options.state_dtype_for(p), memory_format=torch.preserve_format
-                ).detach()
+        for spec in STATE:
+            if spec.name not in state and spec.wanted(p, group, options):
+                state[spec.name] = spec.new(p, options)

@@ -77,6 +77,9 @@ def test_counted_bytes_follow_from_what_a_pass_reads_and_writes(name, dtype, siz
     else:
         moved += 4 + 4 * kernel.sums  # buffer, written, and read where it holds something
     assert kernel.bytes[dtype] == moved
+    if kernel.steps and dtype == "bf16":
+        assert kernel.bytes["bf16+fp32"] == moved - 2 + 8  # the parameter is only written, the master both
+        assert kernel.bytes["bf16+split"] == moved + 4  # the other half, read and written
 
 
 @pytest.mark.parametrize(("dtype", "microbatches", "counted"), [

@@ -161,6 +161,20 @@ def test_held_bytes_are_those_of_a_real_optimizer(dtype, state, amsgrad):
     assert p.nbytes / 1000 == ours.params == ours.gradients
 
 
+@pytest.mark.parametrize(("master", "held", "one", "last"), [("fp32", 4, 28, 36), ("split", 2, 26, 34)])
+def test_estimate_with_masters(master, held, one, last):
+    """Design section 6: the step from the gradient, and a window of 2 whose first accumulate moves 6."""
+    stock, ours, _, window = estimate.modes("bf16", "fp32", "fp32", 2, master=master)
+    assert (stock.masters, ours.masters, ours.total) == (0, held, 12 + held)
+    assert (ours.traffic, window.traffic) == (one, 6 + last)
+
+
+@pytest.mark.parametrize(("dtype", "master"), [("fp32", "fp32"), ("fp16", "split"), ("fp64", "fp32"), ("bf16", "x")])
+def test_estimate_refuses_masters_nobody_has(dtype, master):
+    with pytest.raises(ValueError, match=f"master_weights is '{master}' for {dtype} parameters"):
+        estimate.modes(dtype, "fp32", "fp32", 2, master=master)
+
+
 def test_estimate_command(capsys):
     words = ["estimate", "--params", "7e9", "--param-dtype", "bf16", "--n-microbatches", "4"]
     assert main(words) == 0

@@ -109,6 +109,7 @@ def _why_not(index: int) -> str | None:
 
 class Cuda(Backend):
     name = "cuda"
+    keeps_weights = False
     bucket_type = CudaBucket
     skips_on_device = True
 

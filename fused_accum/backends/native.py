@@ -48,7 +48,10 @@ class NativeBucket(Bucket):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.table = self.module.Table(self.params, self.groups, increment_version, self.place())
+        self.table = self.module.Table(
+            self.params, self.groups, increment_version, self.place(), self.indices, self.options.weights,
+            self.options.rounding_seed,
+        )  # fmt: skip
         self.table.accept(torch.Tensor)
         self.table.accept(torch.nn.Parameter)
         self.inference = any(p.is_inference() for p in self.params)
@@ -166,4 +169,5 @@ def adamw_lists(module: ModuleType, executor: Any, place: Any, rows: Rows) -> No
         list(rows.params), list(rows.grads), accums, list(rows.exp_avgs), list(rows.exp_avg_sqs),
         list(rows.max_exp_avg_sqs), list(rows.steps), list(rows.groups), [module.Hyper(h) for h in rows.hypers],
         [PARAMETER_DTYPES.index(dtype) for dtype in rows.accum_dtypes], rows.scale, rows.coefficient, executor, place,
+        list(rows.masters), list(rows.indices) or [0] * len(rows.params), rows.weights, rows.rounding_seed or 0,
     )  # fmt: skip

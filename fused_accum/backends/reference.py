@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import rounding
 from .base import Backend, Rows
 
 
@@ -42,7 +43,8 @@ def adamw_one(rows: Rows, i: int) -> None:
     grad = total.to(wide) * (rows.coefficient if clip is None else rows.coefficient * clip)  # (2)
     if hyper.maximize:
         grad = -grad
-    weight = p.to(wide) * (1 - lr * hyper.weight_decay)  # (3)
+    kept = rounding.kept(rows, i)
+    weight = kept.load().to(wide) * (1 - lr * hyper.weight_decay)  # (3)
     exp_avg = torch.lerp(m.to(wide), grad, 1 - hyper.beta1)  # (4)
     exp_avg_sq = torch.addcmul(v.to(wide) * hyper.beta2, grad, grad, value=1 - hyper.beta2)
     largest = exp_avg_sq
@@ -50,7 +52,7 @@ def adamw_one(rows: Rows, i: int) -> None:
         largest = torch.maximum(v_max.to(wide), exp_avg_sq)
         v_max.copy_(largest)
     denom = largest.sqrt() / math.sqrt(bias_correction2) + hyper.eps
-    p.copy_(weight - lr / bias_correction1 * (exp_avg / denom))  # (5)
+    kept.store(weight - lr / bias_correction1 * (exp_avg / denom), int(t))  # (5)
     m.copy_(exp_avg)
     v.copy_(exp_avg_sq)
     if rows.present[i]:

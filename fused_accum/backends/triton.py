@@ -132,6 +132,7 @@ class Batch:
 
 class Triton(Backend):
     name = "triton"
+    keeps_weights = False
 
     def __init__(self) -> None:
         self.tables = Recent(32)
