@@ -11,14 +11,24 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 try:
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback, skip_code
+    from torch._C._dynamo.eval_frame import (
+        _FrameAction,
+        _FrameExecStrategy,
+        get_eval_frame_callback,
+        set_code_exec_strategy,
+    )
 except ImportError:  # another torch: as if all calls were compiled
 
     def get_eval_frame_callback() -> Any:
         return True
 
-    def skip_code(code: Any) -> None:
+    def skip_frame(code: Any) -> None:
         pass
+
+else:
+
+    def skip_frame(code: Any) -> None:
+        set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
 def one_graph_break(method: Callable) -> Callable:
@@ -32,7 +42,7 @@ def one_graph_break(method: Callable) -> Callable:
             return outside(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 
-    skip_code(call.__code__)  # else a compiled caller would break its graph in here once more
+    skip_frame(call.__code__)  # else a compiled caller would break its graph in here once more
     return call
 
 
