@@ -164,9 +164,8 @@ T load_weight(P stored, const X* extra, int64_t i) {
 template <Weights kWeights, class T, class P, class X>
 void store_weight(P& stored, X* extra, int64_t i, T weight) {
   if constexpr (kWeights == Weights::split) {
-    const Split halves = split(weight);
-    stored = halves.high;
-    extra[i] = halves.low;
+    stored = high_half(weight);
+    extra[i] = low_half(weight);
   } else if constexpr (kWeights == Weights::stochastic) {
     stored = EncodeByChance<P>::of(weight, extra[i]);
   } else {
@@ -273,9 +272,8 @@ class BlockOfWeights {
       store(row_, row_.master, begin_, n_, weights);
     } else if (row_.weights == Weights::split) {
       for (int64_t i = 0; i < n_; ++i) {
-        const Split parts = split(weights[i]);
-        halves_[i] = parts.low;
-        weights[i] = decode(parts.high);
+        halves_[i] = low_half(weights[i]);
+        weights[i] = decode(high_half(weights[i]));
       }
       store_halves(row_, row_.master, begin_, n_, halves_);
     } else if (row_.weights == Weights::stochastic) {
@@ -332,7 +330,7 @@ void step_range(const Row& row, int64_t begin, int64_t end) {
       update<T, T, false, true, true, Weights::plain>(p, no_grad, sum, m, v, v_max, nothing, s, n);
       store(row, row.max_exp_avg_sq, from, n, v_max);
     } else {
-      update<T, T, false, true, false, Weights::plain>(p, no_grad, sum, m, v, nothing, nothing, s, n);
+      update<T, T, false, true, false, Weights::plain>(p, no_grad, sum, m, v, nullptr, nothing, s, n);
     }
     if constexpr (sizeof(T) == 4) weights.store_from(p);
     store(row, row.param, from, n, p);

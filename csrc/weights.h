@@ -9,6 +9,13 @@ namespace fa {
 // The order is that of the states in fused_accum/state.py.
 enum class Weights : uint8_t { plain, master, split, stochastic };
 
+// Where a parameter's random words come from: nothing but what names an element, and the update.
+struct Randomness {
+  uint64_t seed = 0;
+  uint32_t parameter = 0;  // its place among all of the optimizer
+  uint32_t step = 0;       // number of the update
+};
+
 namespace {
 
 FA_HD bool has_master(Weights weights) { return weights == Weights::master || weights == Weights::split; }
@@ -25,18 +32,15 @@ FA_HD float weight_of(P stored, float master) {
 
 // -- split: bf16 and the other half of the fp32 pattern ---------------------------------------------------------------
 
-struct Split {
-  bf16 high;
-  i16 low;
-};
-
 // The pattern is high * 2^16 + low with low in [-2^15, 2^15), so that high is the master rounded to nearest, ties away
 // from zero: to nearest even would give two masters one code at a tie. NaN is made 0x7fc00000 first.
-FA_HD Split split(float master) {
-  const uint32_t raw = bits_of(master);
-  const uint32_t u = (raw & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : raw;
-  return {bf16{static_cast<uint16_t>((u + 0x8000u) >> 16)}, i16{static_cast<uint16_t>(u)}};
+// Two functions: with a struct of both halves gcc does not vectorize.
+FA_HD uint32_t pattern_to_split(float master) {
+  const uint32_t u = bits_of(master);
+  return (u & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : u;
 }
+FA_HD bf16 high_half(float master) { return bf16{static_cast<uint16_t>((pattern_to_split(master) + 0x8000u) >> 16)}; }
+FA_HD i16 low_half(float master) { return i16{static_cast<uint16_t>(pattern_to_split(master))}; }
 
 // A parameter that was changed from outside meets the half of the weight before it: where the two are no code (0 or an
 // infinity and a half that belongs elsewhere would give NaN), the parameter alone counts; elsewhere the weight read
@@ -67,13 +71,6 @@ FA_HD Words philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t 
   }
   return {{c0, c1, c2, c3}};
 }
-
-// Where a parameter's random words come from: nothing but what names an element, and the update.
-struct Randomness {
-  uint64_t seed = 0;
-  uint32_t parameter = 0;  // its place among all of the optimizer
-  uint32_t step = 0;       // number of the update
-};
 
 // The words of elements 4*block to 4*block + 3, in row-major order whatever the layout in memory.
 FA_HD Words random_words(const Randomness& r, uint64_t block) {

@@ -14,9 +14,9 @@ uint32_t wrong_in(uint32_t top) {
   for (uint32_t i = 0; i < 65536; ++i) {
     const uint32_t u = top << 16 | i;
     const uint32_t wanted = (u & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : u;
-    const Split halves = split(float_of(u));
+    const bf16 high = high_half(float_of(u));
     const uint32_t nearest = (wanted >> 16) + (wanted >> 15 & 1u);  // magnitudes: a tie goes up
-    wrong |= (bits_of(joined(halves.high, halves.low)) ^ wanted) | (halves.high.bits ^ (nearest & 0xffffu));
+    wrong |= (bits_of(joined(high, low_half(float_of(u)))) ^ wanted) | (high.bits ^ (nearest & 0xffffu));
   }
   return wrong != 0;
 }
