@@ -61,6 +61,7 @@ class Peer:
 
     exact = True
     clipped = False
+    norm_in_double = False
     optimizer: torch.optim.Optimizer
 
     def __init__(self, values: Sequence[Tensor]):
@@ -68,6 +69,13 @@ class Peer:
 
     def stages(self, grads: Sequence[Sequence[Tensor]]) -> Iterator[Stage]:
         raise NotImplementedError
+
+    def clip(self, params: Sequence[Tensor]) -> None:
+        if not self.norm_in_double:
+            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+            return
+        norms = torch._foreach_norm([p.grad for p in params], 2, torch.float64)
+        torch.nn.utils.clip_grads_with_norm_(params, MAX_NORM, torch.stack(norms).norm())
 
     def results(self) -> dict[str, Tensor]:
         """Parameters, and the moments of those that call them as torch does."""
@@ -116,7 +124,7 @@ class Accumulating(Peer):
 
     def update(self) -> None:
         if self.clipped:
-            torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
+            self.clip(self.params)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -149,7 +157,7 @@ class Widened(Peer):
     def update(self) -> None:
         torch._foreach_copy_(self.copies, self.params)
         if self.clipped:
-            torch.nn.utils.clip_grad_norm_(self.copies, MAX_NORM)
+            self.clip(self.copies)
         self.optimizer.step()
         torch._foreach_copy_(self.params, self.copies)
 
@@ -203,6 +211,7 @@ def measure(
     taking_part = {OURS: Ours(values, backend, clipped), **taking_part}
     for peer in taking_part.values():
         peer.clipped = clipped
+        peer.norm_in_double = True  # to compare: torch's own of 14 M elements is off by 6e-4 on a CPU
         for k in range(2):
             for before, timed in peer.stages(grads(k)):
                 before()
@@ -213,6 +222,8 @@ def measure(
             theirs = peer.results()
             what = f"{name}, {dtype}, N={microbatches}, {key}"
             equal[key] = harness.require_equal(what, {entry: ours[entry] for entry in theirs}, theirs)
+    for peer in taking_part.values():
+        peer.norm_in_double = False
     variants = [Variant(key, lambda k, peer=peer: peer.stages(grads(k))) for key, peer in taking_part.items()]
     times = harness.interleave(variants, limit, device)
     del taking_part[OURS]
