@@ -35,14 +35,16 @@ template <class T>
 class Squares {
  public:
   void add(const T* x, int64_t n) {
+    Sums lanes = lanes_;  // in registers: for all the compiler knows, x might be lanes_
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
       Values values;
       memcpy(&values, x + i, sizeof values);
       const Sums wide = __builtin_convertvector(values, Sums);
-      lanes_ += wide * wide;
+      lanes += wide * wide;
     }
-    for (int64_t j = 0; i + j < n; ++j) lanes_[j] += double(x[i + j]) * double(x[i + j]);
+    for (int64_t j = 0; i + j < n; ++j) lanes[j] += double(x[i + j]) * double(x[i + j]);
+    lanes_ = lanes;
   }
 
   double total() const {

@@ -1,7 +1,7 @@
 """The two ways through a window: one more micro-batch, and its end.
 
 The end is a pipeline: collect (explicit, or from p.grad) -> norm and flag, where wanted -> coefficient -> update ->
-clear. What needs the whole sum before any update (a norm, a reduction over ranks) comes between collect and coefficient.
+clear. What needs the whole sum before any update (a norm, a reduction over ranks) comes before the coefficient.
 """
 
 from __future__ import annotations

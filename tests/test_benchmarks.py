@@ -89,6 +89,11 @@ def test_counted_bytes_of_a_window(dtype, microbatches, counted):
     assert window.window_bytes(dtype, microbatches) == counted
 
 
+def test_counted_bytes_of_a_clipped_window():
+    assert [window.window_bytes("fp32", n, True) for n in (1, 8)] == [4 + 28, 8 + 7 * 12 + 32]
+    assert [window.window_bytes("bf16", n, True) for n in (1, 8)] == [2 + 22, 6 + 7 * 10 + 28]
+
+
 def test_each_kernel_is_reached_through_the_optimizer():
     """`sums` and `adds` of a kernel are what the optimizer holds when it is called, and again the next time."""
     for kernel in kernels.KERNELS.values():
@@ -239,7 +244,11 @@ def test_rows_cover_every_kernel_call_and_window(written):
         (call, n) for call in ("accumulate", "step") for n in (1, 3)
     }
     assert {(r["list"], r["dtype"], r["microbatches"]) for r in rows[window]} == {
-        (name, dtype, n) for name in ("gpt-50", "gpt-300") for dtype in ("fp32", "bf16") for n in (1, 3)
+        (f"{name}{clipped}", dtype, n)
+        for name in ("gpt-50", "gpt-300")
+        for clipped in ("", ", clipped")
+        for dtype in ("fp32", "bf16")
+        for n in (1, 3)
     }
 
 

@@ -89,7 +89,7 @@ def test_parity_with_clip_grad_norm_(make, device, max_norm):
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels_last", "misaligned", "expanded"])
 def test_folding_keeps_the_bits(make, device, dtype, layout):
     """step(scale) and accumulate(scale); step(): from the gradient at N=1, from the buffer otherwise."""
-    start = [torch.nn.Parameter(values((6, 4, 5, 3), dtype, device)), *parameters((2049,), dtype=dtype, device=device)]
+    start = parameters((6, 4, 5, 3), (2049,), dtype=dtype, device=device)
     runs = [make(copies(start), max_grad_norm=0.01, **LARGE) for _ in range(2)]
     for window in ([(0.3, None)], [(1.0, None)], [(0.5, None), (0.3, None)]):
         micros = micro_batches(start, window, absent={(0, 1)} if len(window) > 1 else ())

@@ -1,0 +1,125 @@
+"""GradScaler with clipping and skipping, and token weights with both: step for step as torch.optim.AdamW."""
+
+import copy
+import math
+
+import hypothesis
+import pytest
+import torch
+from harness import values
+from hypothesis import strategies as st
+from torch import nn
+
+pytestmark = pytest.mark.filterwarnings("error", "ignore:the scales of this window")
+
+LARGE = {"lr": 0.3, "weight_decay": 0.3}
+MODES = ["plain", "in backward", "direct"]
+OPTIONS = [{}, {"max_grad_norm": 0.1}, {"max_grad_norm": 0.1, "skip_nonfinite": "step"}]
+
+
+def net(device):
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).to(device)
+
+
+def assert_close(a, b, opt, torchs):
+    for p, q in zip(a.parameters(), b.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(opt.state[p][name], torchs.state[q][name], rtol=1e-4, atol=1e-9)
+        assert float(opt.state[p]["step"]) == float(torchs.state[q]["step"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscaled first"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_parity_with_inf_in_every_place(make, device, mode, fused, unscale, options):
+    count = 1 if mode == "plain" else 3
+    models = [net(device)]
+    models.append(copy.deepcopy(models[0]))
+    opts = (
+        make(models[0].parameters(), fused=fused, **options, **LARGE),
+        torch.optim.AdamW(models[1].parameters(), **LARGE),
+    )
+    scalers = [torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+    if mode == "in backward":
+        opts[0].accumulate_in_backward()
+    elif mode == "direct":
+        opts[0].direct_wgrad(models[0])
+    for n in range(6):
+        xs = [values((5, 4), device=device, spread=False) for _ in range(count)]
+        if n % 2:
+            xs[(n // 2) % count][0, 0] = float("inf")
+        for i, (model, opt, scaler) in enumerate(zip(models, opts, scalers)):
+            for x in xs:
+                scaler.scale(model(x).square().mean() / count).backward()
+            if unscale or i == 1:
+                scaler.unscale_(opt)
+            if i == 1 and options:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        if n % 2 == 0:
+            assert_close(*models, *opts)
+            if options:
+                assert float(opts[0].grad_norm) == pytest.approx(float(norm), rel=1e-5)
+    assert float(opts[0].state[next(models[0].parameters())]["step"]) == 3
+
+
+@hypothesis.settings(derandomize=True, deadline=None, max_examples=25, database=None,
+                     suppress_health_check=list(hypothesis.HealthCheck))  # fmt: skip
+@hypothesis.given(
+    windows=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any), min_size=2, max_size=3),
+    mode=st.sampled_from(["explicit", "folded", "in backward", "direct"]),
+    amp=st.booleans(),
+    max_norm=st.sampled_from([None, 0.05, 1e3]),
+    tensor=st.booleans(),
+    unit=st.sampled_from([1, 2.0**24, 1e-3]),
+    seed=st.integers(0, 1000),
+)
+def test_any_split_equals_one_big_batch(make, device, windows, mode, amp, max_norm, tensor, unit, seed):
+    """Micro-batches of any number of tokens, none included, in every mode, clipped, under GradScaler."""
+    torch.manual_seed(seed)
+    model = net(device)
+    twin = copy.deepcopy(model).double()
+    opt = make(model.parameters(), max_grad_norm=max_norm, skip_nonfinite="step", **LARGE)
+    torchs = torch.optim.AdamW(twin.parameters(), **LARGE)
+    if mode == "in backward":
+        opt.accumulate_in_backward()
+    elif mode == "direct":
+        opt.direct_wgrad(model)
+    explicit = mode in ("explicit", "folded")
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**8, enabled=amp and not explicit)
+    for window in windows:
+        xs = [values((n, 4), device=device, spread=False) for n in window]
+        for k, x in enumerate(xs):
+            weight = torch.tensor(len(x) * unit, dtype=torch.float64) if tensor else len(x) * unit
+            loss = model(x).square().mean()  # NaN of no tokens
+            if not explicit:
+                scaler.scale(opt.scale_loss(loss, weight=weight)).backward()
+                continue
+            loss.backward()
+            if mode == "folded" and k == len(xs) - 1:
+                opt.step(weight=weight)
+            else:
+                opt.accumulate(weight=weight)
+        if mode == "explicit":
+            opt.step()
+        elif not explicit:
+            scaler.step(opt)
+            if scaler.is_enabled():
+                scaler.update()
+        twin(torch.cat(xs).double()).square().mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), max_norm or math.inf)
+        torchs.step()
+        torchs.zero_grad()
+        assert float(opt.grad_norm) == pytest.approx(float(norm), rel=1e-4)
+        for p, q in zip(model.parameters(), twin.parameters()):
+            for name, rtol in (("exp_avg", 1e-3), ("exp_avg_sq", 2e-3)):
+                want = torchs.state[q][name]
+                torch.testing.assert_close(
+                    opt.state[p][name].double(), want, rtol=rtol, atol=1e-4 * float(want.abs().max())
+                )
+            q.data.copy_(p.detach())  # each window is judged alone
