@@ -43,7 +43,7 @@ def executor(
 ) -> Any:
     """What runs rows on ``device``, on its current stream.
 
-    Of a step: ``slots``, memory for the scalars of its rows; ``divisor`` and ``skip``, one float32 each on the device:
+    Of a step: ``slots``, memory for its rows' scalars; ``divisor`` and ``skip``, one float32 each on the device:
     what the coefficient is divided by, as a GradScaler's grad_scale; not 0 for no update, as its found_inf.
     """
     stream = current_stream(device)
