@@ -2,7 +2,6 @@
 #include <string>
 
 #include "rows.h"
-#include "scatter.h"
 
 namespace fa {
 namespace {
@@ -45,20 +44,6 @@ void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& 
   }
   py::gil_scoped_release release;
   executor.accumulate(rows, scale);
-}
-
-void scatter_rows(py::object accum, uintptr_t index, py::object grad, int64_t skip, int threads) {
-  TensorInfo a, g;
-  for (auto [tensor, info] : {std::pair(&accum, &a), std::pair(&grad, &g)}) {
-    const bool usable = read_tensor(tensor->ptr(), *info) && info->place == kCpu && info->ndim == 2 &&
-                        (info->numel == 0 || (info->strides[1] == 1 || info->sizes[1] == 1)) &&
-                        (info->numel == 0 || info->sizes[0] == 1 || info->strides[0] == info->sizes[1]);
-    if (!usable) throw std::invalid_argument("accum and grad must be contiguous CPU matrices of a supported dtype");
-  }
-  if (a.sizes[1] != g.sizes[1]) throw std::invalid_argument("accum and grad must have rows of one length");
-  py::gil_scoped_release release;
-  cpu_scatter_rows(a.data, a.dtype, a.sizes[0], reinterpret_cast<const int64_t*>(index), g.data, g.dtype, g.sizes[0],
-                   g.sizes[1], skip, threads);
 }
 
 void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,

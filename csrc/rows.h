@@ -60,8 +60,6 @@ bool overlap(const std::vector<Entry>& entries);
 bool same_objects(py::list lists, py::list others);
 
 // The same kernels on lists of tensors, None where a row has none; no gradient is consumed, no counter bumped.
-// accum[index[t]] += grad[t], see cpu_scatter_rows: both tensors of two contiguous dimensions; index: address of int64.
-void scatter_rows(py::object accum, uintptr_t index, py::object grad, int64_t skip, int threads);
 // Counts of updates may lie on the CPU. Throws std::invalid_argument for a tensor that cannot be read or does not lie
 // at `place`, before anything has changed.
 void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale,

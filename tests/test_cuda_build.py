@@ -3,6 +3,7 @@
 What concerns setup.py alone is built from a copy of the tree whose csrc/ is a few lines long.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from test_build import ROOT, build_in_place, extension, install, new_environment, report, run, tree  # noqa: F401
+
+from fused_accum import _native
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no CUDA but for Linux")
 
@@ -200,3 +203,12 @@ def test_the_real_module(tmp_path):
     said = run(sys.executable, "-c", code, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
     assert said.startswith("cuda ")
     assert "driver" in said or "device" in said
+
+
+@pytest.mark.parametrize("name", ["_C", "_C_cuda"])
+def test_what_is_installed_loads(name):
+    """Also on a machine without a driver: no symbol is missing."""
+    if importlib.util.find_spec(f"fused_accum.{name}") is None:
+        pytest.skip(f"fused_accum.{name} is not built here")
+    module, reason = _native.load(name)
+    assert module is not None, reason
