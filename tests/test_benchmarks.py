@@ -239,7 +239,9 @@ def test_json(program, written):
 
 def test_rows_cover_every_kernel_call_and_window(written):
     rows = {program: json.loads(files[0].read_text())["rows"] for program, files in written.items()}
-    assert [(r["kernel"], r["dtype"]) for r in rows[kernels]] == [(k, d) for d in ("fp32", "bf16") for k in FLOORS]
+    with_masters = [(k, d) for d in ("bf16+fp32", "bf16+split") for k in FLOORS if k.startswith("step")]
+    expected = [(k, d) for d in ("fp32", "bf16") for k in FLOORS] + with_masters
+    assert [(r["kernel"], r["dtype"]) for r in rows[kernels]] == expected
     assert {(r["call"], r["tensors"]) for r in rows[overhead]} == {
         (call, n) for call in ("accumulate", "step") for n in (1, 3)
     }
@@ -260,7 +262,7 @@ def test_windows_say_which_peer_is_exact(written):
         assert (row["equal"] == "not compared") == (not row["exact"])
         assert row["exact"] or not row["fastest_exact"]
     fastest = [(row["list"], row["dtype"], row["microbatches"]) for row in rows if row["fastest_exact"]]
-    assert len(fastest) == len(set(fastest)) == 8
+    assert len(fastest) == len(set(fastest)) == 16
 
 
 @BENCHMARKS
