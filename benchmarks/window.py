@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -12,15 +11,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness, results
-from benchmarks.harness import DTYPES, Limit, Stage, Variant, ratio, scaled
+from benchmarks.harness import DTYPES, Limit, Variant, ratio, scaled
 from benchmarks.kernels import KERNELS
+from benchmarks.peers import Ours, peers
 from benchmarks.results import show
-from fused_accum import FusedAccumAdamW
 
 MICROBATCHES = (1, 4, 8)
 DISTINCT_GRADS = 4  # sets of gradients, taken in turn: beyond any cache
-MAX_NORM = 1.0  # of the clipped lists; that of the random gradients is thousands
-HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 READING = """\
 How to read the output, one row per list of tensors, dtype, N and other optimizer:
@@ -56,143 +53,6 @@ def tensor_lists(shrink: int) -> dict[str, list[tuple[int, ...]]]:
     }
 
 
-class Peer:
-    """A way through a window. ``stages`` of every run yield what is timed; gradients are given by ``take``."""
-
-    exact = True
-    clipped = False
-    norm_in_double = False
-    optimizer: torch.optim.Optimizer
-
-    def __init__(self, values: Sequence[Tensor]):
-        self.params = [torch.nn.Parameter(value.clone()) for value in values]
-
-    def stages(self, grads: Sequence[Sequence[Tensor]]) -> Iterator[Stage]:
-        raise NotImplementedError
-
-    def clip(self, params: Sequence[Tensor]) -> None:
-        if not self.norm_in_double:
-            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
-            return
-        norms = torch._foreach_norm([p.grad for p in params], 2, torch.float64)
-        torch.nn.utils.clip_grads_with_norm_(params, MAX_NORM, torch.stack(norms).norm())
-
-    def results(self) -> dict[str, Tensor]:
-        """Parameters, and the moments of those that call them as torch does."""
-        found = {f"parameter {i}": p.detach() for i, p in enumerate(self.params)}
-        if isinstance(self.optimizer, torch.optim.AdamW):  # optimi's are divided by their bias already
-            for i, state in enumerate(self.optimizer.state.values()):
-                found |= {f"{name} {i}": state[name] for name in ("exp_avg", "exp_avg_sq")}
-        return found
-
-
-def give(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    for p, g in zip(params, grads):
-        p.grad = g
-
-
-class Ours(Peer):
-    def __init__(self, values: Sequence[Tensor], backend: str, clipped: bool = False):
-        super().__init__(values)
-        self.optimizer = FusedAccumAdamW(
-            self.params, backend=backend, max_grad_norm=MAX_NORM if clipped else None, **HYPER
-        )
-
-    def stages(self, grads: Sequence[Sequence[Tensor]]) -> Iterator[Stage]:
-        for k, micro in enumerate(grads):
-            last = k == len(grads) - 1
-            yield partial(give, self.params, micro), self.optimizer.step if last else self.optimizer.accumulate
-
-
-class Accumulating(Peer):
-    """Any optimizer, with ``p.grad`` as the sum; ``together``: added to by one _foreach_add_."""
-
-    def __init__(
-        self, values: Sequence[Tensor], make: Callable[..., torch.optim.Optimizer], exact: bool = True,
-        together: bool = False,
-    ):  # fmt: skip
-        super().__init__(values)
-        self.optimizer = make(self.params, **HYPER)
-        self.exact, self.together = exact, together
-        self.fresh = [torch.empty_like(p) for p in self.params]  # what backward would have allocated
-
-    def first(self, micro: Sequence[Tensor]) -> None:
-        torch._foreach_copy_(self.fresh, micro)
-        give(self.params, self.fresh)
-
-    @torch.no_grad()
-    def add(self, micro: Sequence[Tensor]) -> None:
-        if self.together:
-            torch._foreach_add_([p.grad for p in self.params], list(micro))
-            return
-        for p, g in zip(self.params, micro):
-            p.grad.add_(g)
-
-    def update(self) -> None:
-        if self.clipped:
-            self.clip(self.params)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def stages(self, grads: Sequence[Sequence[Tensor]]) -> Iterator[Stage]:
-        yield partial(self.first, grads[0]), harness.nothing
-        for micro in grads[1:]:
-            yield harness.nothing, partial(self.add, micro)
-        yield harness.nothing, self.update
-
-
-class Widened(Peer):
-    """torch, exact for 16-bit parameters: fp32 sums of fp32 copies of the gradients, AdamW(fused) on fp32 copies."""
-
-    def __init__(self, values: Sequence[Tensor]):
-        super().__init__(values)
-        self.copies = [torch.nn.Parameter(value.float()) for value in values]
-        self.optimizer = torch.optim.AdamW(self.copies, fused=True, **HYPER)
-        self.sums, self.wide = ([torch.zeros_like(copy) for copy in self.copies] for _ in range(2))
-        give(self.copies, self.sums)
-
-    @torch.no_grad()
-    def add(self, micro: Sequence[Tensor], first: bool) -> None:
-        if first:
-            torch._foreach_copy_(self.sums, micro)
-            return
-        torch._foreach_copy_(self.wide, micro)
-        torch._foreach_add_(self.sums, self.wide)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        torch._foreach_copy_(self.copies, self.params)
-        if self.clipped:
-            self.clip(self.copies)
-        self.optimizer.step()
-        torch._foreach_copy_(self.params, self.copies)
-
-    def stages(self, grads: Sequence[Sequence[Tensor]]) -> Iterator[Stage]:
-        for k, micro in enumerate(grads):
-            yield harness.nothing, partial(self.add, micro, first=k == 0)
-        yield harness.nothing, self.update
-
-
-def peers(dtype: str, device: torch.device) -> dict[str, Callable[[Sequence[Tensor]], Peer]]:
-    """Everything to compare with, by name."""
-    exact = dtype == "fp32"
-    found: dict[str, Callable[[Sequence[Tensor]], Peer]] = {} if exact else {"torch, fp32 copies": Widened}
-    for way in ("fused", "foreach"):
-        found[f"torch AdamW({way})"] = partial(
-            Accumulating, make=partial(torch.optim.AdamW, **{way: True}), exact=exact
-        )
-    if device.type != "cpu":  # where launches cost more than there is to add
-        make = partial(torch.optim.AdamW, fused=True)
-        found["torch AdamW(fused), _foreach_add_"] = partial(Accumulating, make=make, exact=exact, together=True)
-    try:
-        import optimi
-    except ImportError:
-        return found
-    options = {"triton": True} if device.type != "cpu" and exact else {"foreach": True}
-    found["optimi AdamW"] = partial(Accumulating, make=partial(optimi.AdamW, **options), exact=exact)
-    return found
-
-
 def window_bytes(dtype: str, microbatches: int, clipped: bool = False) -> int:
     """What our window must move per parameter, counted."""
     first, add, alone, from_buffer, last = (kernel.bytes[dtype] for kernel in KERNELS.values())
@@ -204,7 +64,7 @@ def window_bytes(dtype: str, microbatches: int, clipped: bool = False) -> int:
 
 def measure(
     name: str, shapes: Sequence[tuple[int, ...]], dtype: str, microbatches: int, limit: Limit, backend: str,
-    device: torch.device, clipped: bool = False,
+    device: torch.device, clipped: bool = False, compiled: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One row per peer; raises harness.NotEqual when an exact one does not compute what ours does."""
 
@@ -216,7 +76,7 @@ def measure(
     def grads(k: int) -> list[list[Tensor]]:
         return [sets[(k * microbatches + i) % len(sets)] for i in range(microbatches)]
 
-    taking_part = {key: make(values) for key, make in peers(dtype, device).items()}
+    taking_part = {key: make(values) for key, make in peers(dtype, device, compiled).items()}
     taking_part = {OURS: Ours(values, backend, clipped), **taking_part}
     for peer in taking_part.values():
         peer.clipped = clipped
@@ -301,6 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, nargs="+", help="N (default 1 4 8; 1 8 with --quick)")
     parser.add_argument("--clip", choices=["no", "only", "both"], default="both", help="clipped lists (default both)")
     parser.add_argument("--shrink", type=int, help="divide the widths by this (default 1; 2 with --quick)")
+    parser.add_argument("--compiled", action="store_true", help="also AdamW with its step compiled: takes minutes")
     options = parser.parse_args(argv)
     device, facts = results.start(options)
     limit = results.limit(options, rounds=31, quick_seconds=3)
@@ -310,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
             for n in options.microbatches or ((1, 8) if options.quick else MICROBATCHES):
                 for clipped in {"no": [False], "only": [True], "both": [False, True]}[options.clip]:
                     print(f"{name}, {dtype}, N={n}{', clipped' * clipped} ...", file=sys.stderr, flush=True)
-                    rows += measure(name, shapes, dtype, n, limit, options.backend, device, clipped)
+                    rows += measure(name, shapes, dtype, n, limit, options.backend, device, clipped, options.compiled)
     print(f"at most {limit.rounds} rounds\n\n{as_table(rows)}")
     result = {"benchmark": "window", "environment": facts, "rows": rows}
     key = ("list", "dtype", "microbatches", "peer", "parameters")

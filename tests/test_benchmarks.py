@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import harness, kernels, overhead, results, window
+from benchmarks import harness, kernels, overhead, peers, results, window
 from benchmarks.harness import Estimate, Limit, NotEqual, Variant
 from fused_accum import FusedAccumAdamW
 
@@ -331,7 +331,7 @@ def test_optimi_takes_part_where_it_is_installed(monkeypatch):
     assert rows[-1]["peer"] == "optimi AdamW"
     assert rows[-1]["exact"]
     monkeypatch.setitem(sys.modules, "optimi", None)  # not installed
-    assert "optimi AdamW" not in window.peers("fp32", CPU)
+    assert "optimi AdamW" not in peers.peers("fp32", CPU)
 
 
 def test_reference_backend(capsys):
