@@ -159,17 +159,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = results.arguments("window", __doc__, READING)
     parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all", help="of parameters and gradients")
     parser.add_argument("--microbatches", type=int, nargs="+", help="N (default 1 4 8; 1 8 with --quick)")
-    parser.add_argument("--clip", choices=["no", "only", "both"], default="both", help="clipped lists (default both)")
+    parser.add_argument("--clip", choices=["no", "only", "both"], help="clipped (default both; --quick: no)")
     parser.add_argument("--shrink", type=int, help="divide the widths by this (default 1; 2 with --quick)")
     parser.add_argument("--compiled", action="store_true", help="also AdamW with its step compiled: takes minutes")
     options = parser.parse_args(argv)
     device, facts = results.start(options)
     limit = results.limit(options, rounds=31, quick_seconds=3)
+    clip = options.clip or ("no" if options.quick else "both")
     rows = []
     for name, shapes in tensor_lists(options.shrink or (2 if options.quick else 1)).items():
         for dtype in DTYPES if options.dtype == "all" else [options.dtype]:
             for n in options.microbatches or ((1, 8) if options.quick else MICROBATCHES):
-                for clipped in {"no": [False], "only": [True], "both": [False, True]}[options.clip]:
+                for clipped in {"no": [False], "only": [True], "both": [False, True]}[clip]:
                     print(f"{name}, {dtype}, N={n}{', clipped' * clipped} ...", file=sys.stderr, flush=True)
                     rows += measure(name, shapes, dtype, n, limit, options.backend, device, clipped, options.compiled)
     print(f"at most {limit.rounds} rounds\n\n{as_table(rows)}")
