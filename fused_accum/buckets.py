@@ -185,7 +185,7 @@ class Bucket:
         aliases = [g for g, present in zip(self.grads, self.present) if present == BY_GRAD]
         increment_version([*table.written(), *aliases])
         self.drop_gradients()
-        self.consumed()
+        self.consumed(self.present)
 
     def step_row(self, i: int, state: dict, groups: Sequence[dict[str, Any]], coefficient: float) -> None:
         """The whole way of one parameter's gradient: collect, prepare, (2) to (6), with ``self.hypers``."""
@@ -204,9 +204,10 @@ class Bucket:
         if self.present[i]:
             self.stale[i] = self.present[i] = 0
 
-    def consumed(self) -> None:
-        """The buffers of all rows with a contribution have been read and zeroed."""
-        self.stale[:] = bytes(map(gt, self.stale, self.present))
+    def consumed(self, present: Sequence[int]) -> None:
+        """The buffers of all rows in ``present`` have been read and zeroed."""
+        if 1 in self.stale:
+            self.stale[:] = bytes(map(gt, self.stale, present))
         self.present[:] = bytes(len(self.params))
 
     def complete(self, state: dict[str, Any], p: Tensor, group: dict[str, Any], options: Options) -> None:

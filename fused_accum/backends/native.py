@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import gt
 from types import ModuleType
 from typing import Any
 
@@ -125,7 +124,7 @@ class NativeBucket(Bucket):
         self.table.step(
             self.native_hypers, self.present, code, scale, coefficient, self.executor(True, factors), self.stream()
         )
-        self.stale[:] = bytes(map(gt, self.stale, present))
+        self.consumed(present)
 
     def step_row(self, i: int, state: dict, groups: Sequence[dict[str, Any]], coefficient: float) -> None:
         code = PARAMETER_DTYPES.index(self.options.accum_dtype)
