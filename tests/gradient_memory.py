@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
+
+from benchmarks.memory import records
 
 WIDTH, ROWS, TOKENS = 384, 1536, 24
 SMALLEST = 4 * WIDTH * WIDTH  # bytes of the smallest direct weight; activations are far smaller
@@ -73,17 +74,10 @@ class Blocks(NamedTuple):
 
 def blocks(call: Callable[[], None], at_least: int) -> Blocks:
     """torch.profiler's memory records of a call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call()
-    records, stack = [], list(profile.profiler.kineto_results.experimental_event_tree())
-    while stack:
-        event = stack.pop()
-        stack += event.children
-        if event.tag == _EventType.Allocation:
-            records.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    assert records, "the profiler recorded no allocation"
+    found = records(call)
+    assert found, "the profiler recorded no allocation"
     alive, allocated, most = set(), 0, 0
-    for _, at, size in sorted(records, key=lambda record: record[0]):
+    for _, at, size in found:
         if size >= at_least:
             allocated += 1
             alive.add(at)
