@@ -253,7 +253,7 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 def draw(result: dict[str, Any]) -> Any:
     """Bars of counted bytes over time, ours (with how much faster it is) and torch's, and the line of a.add_(b)."""
     plt = results.pyplot()
-    figure, axes = plt.subplots(figsize=(11, 4.8))
+    figure, axes = plt.subplots(figsize=(max(6, 1 + len(result["rows"])), 4.8))  # an inch a label
     colours = {("ours", "fp32"): "#1f4e9c", ("torch", "fp32"): "#b9c3d3",
                ("ours", "bf16"): "#2a9d8f", ("torch", "bf16"): "#d3d9c9",
                ("ours", "bf16+fp32"): "#e9a23b", ("torch", "bf16+fp32"): "#ead9bb",
