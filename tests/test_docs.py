@@ -52,7 +52,8 @@ def named(page: Path) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     found = blocks(page)
-    assert len(found) == len(re.findall(r"^\s*```python", page.read_text(), re.MULTILINE)), "a block escapes this test"
+    fences = re.findall(r"^\s*```python", page.read_text(), re.MULTILINE)
+    assert len(found) == len(fences), "a block escapes this test"
     if not found:
         pytest.skip("no Python here")
     monkeypatch.chdir(tmp_path)
