@@ -207,7 +207,8 @@ def test_build_requirements_are_three():
 def test_sdist_is_complete_and_clean(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {"setup.py", "LICENSE", "fused_accum/py.typed", "tests/test_build.py", "benchmarks/__init__.py", "docs/faq.md"}
+    wanted = {"setup.py", "LICENSE", "fused_accum/py.typed", "tests/test_build.py", "benchmarks/__init__.py"}
+    wanted |= {"docs/faq.md", "docs/images/data_flow.png"}
     wanted |= {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir()}
     assert wanted <= names
     assert any(name.endswith(".h") for name in names)
