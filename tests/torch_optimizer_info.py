@@ -1,5 +1,6 @@
 """FusedAccumAdamW as a row of PyTorch's own table of optimizers (torch.testing._internal.common_optimizers)."""
 
+import pytest
 import torch
 from torch.testing._internal.common_optimizers import (
     OptimizerInfo,
@@ -40,3 +41,10 @@ def kwargs_for(device: str, dtype: torch.dtype) -> list[dict]:
     ones, for tests change them."""
     inputs = _get_optim_inputs_including_global_cliquey_kwargs(device, dtype, INFO, skip=("differentiable",))
     return [dict(input.kwargs) for input in inputs]
+
+
+def mark_gpu_tests(scope: dict) -> None:
+    """Give the test classes that ``instantiate_device_type_tests`` made for a GPU the mark ``gpu``."""
+    for name, case in scope.items():
+        if name.endswith("CUDA"):
+            case.pytestmark = [pytest.mark.gpu]
