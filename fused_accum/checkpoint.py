@@ -75,8 +75,9 @@ def warn_mid_window_save(run: Runtime) -> None:
         run.warned_mid_window_save = True
         warnings.warn(
             f"state_dict() was taken in mid-window: it holds {run.window.microbatches} micro-batch(es) not yet "
-            "stepped. FusedAccumAdamW resumes from it exactly; torch.optim.AdamW and a flattened "
-            "torch.distributed.checkpoint drop that part. Save after step() to be independent of it",
+            "stepped. FusedAccumAdamW.load_state_dict() resumes from it exactly; torch.optim.AdamW, a flattened "
+            "state_dict of torch.distributed.checkpoint and its load(), which reads only what a fresh optimizer "
+            "has, drop that part. Save after step() to be independent of it",
             UserWarning,
             stacklevel=3,
         )

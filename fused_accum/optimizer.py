@@ -88,11 +88,6 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         skip_nonfinite: str | None = None,
         backend: str = "auto",
     ) -> None:
-        if differentiable:
-            raise ValueError(
-                "differentiable=True: the fused update writes in place and records no graph; use "
-                "torch.optim.AdamW(differentiable=True) to differentiate through the optimizer"
-            )
         options = Options.checked(
             accum_dtype, state_dtype, backend, master_weights, stochastic_rounding, rounding_seed
         )
@@ -114,6 +109,11 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
+        if differentiable:
+            raise ValueError(
+                "differentiable=True: the fused update writes in place and records no graph; use "
+                "torch.optim.AdamW(differentiable=True) to differentiate through the optimizer"
+            )
 
     # -- a window -------------------------------------------------------------------------------------------
 

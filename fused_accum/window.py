@@ -33,7 +33,10 @@ def host_number(name: str, value: Any) -> float:
 
 
 class Window:
-    """Counts and sums of the open window, in float64 on the host."""
+    """Counts and sums of the open window, in float64 on the host.
+
+    began_state: the optimizer had no state before it.
+    """
 
     def __init__(self) -> None:
         self.previous_scale_sum: float | None = None
@@ -46,6 +49,7 @@ class Window:
         self.weight = 0.0
         self.scale_sum = 0.0
         self.scaled = 0
+        self.began_state = False
 
     def emptied(self) -> Window:
         """A copy that remembers earlier windows only."""
