@@ -166,7 +166,7 @@ def pickled(opt: FusedAccumAdamW) -> dict[str, Any]:
 
 def unpickle(opt: FusedAccumAdamW, saved: dict[str, Any]) -> None:
     """Rebuild the runtime of a copy from ``pickled``'s result."""
-    run = opt._run = Runtime(saved["options"])
+    run = opt._run = Runtime(saved["options"], opt)
     run.skipped_steps, run.skipped_microbatches = saved.get("skipped", (0, 0))
     run.amp_requested = saved["amp_requested"]
     run.window = saved["window"]

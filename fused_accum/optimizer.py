@@ -95,7 +95,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
             max_grad_norm=norms.checked_max_grad_norm(max_grad_norm),
             skip_nonfinite=norms.checked_skip_nonfinite(skip_nonfinite),
         )
-        self._run = Runtime(options)
+        self._run = Runtime(options, self)
         super().__init__(
             params,
             lr,
@@ -297,6 +297,10 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         """Load a state_dict of this class or of torch.optim.AdamW; moments become ``state_dtype`` uncast by the
         parameter's dtype. An open window is discarded with a warning, a saved one restored."""
         run = self._run
+        owner = run.owner()
+        if owner is not self:  # the wrapper's attributes are not the optimizer's, which torch's loading assigns to
+            owner.load_state_dict(state_dict)
+            return
         dropped = run.window.microbatches
 
         def remember(_: Any, incoming: dict[str, Any]) -> None:
