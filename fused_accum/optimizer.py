@@ -53,7 +53,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         stochastic_rounding: bfloat16 and float16 parameters without masters are rounded up or down by chance, so that
             the mean is exact. The random number depends on ``rounding_seed``, ``state[p]["step"]``, the parameter's
             place in the optimizer and the element's in the parameter alone.
-        rounding_seed: int from 0 to 2**64 - 1; a resumed run needs the same one.
+        rounding_seed: int from 0 to 2**64 - 1. With ``stochastic_rounding`` it is in the ``state_dict`` (an entry of
+            each group there), and a loaded one replaces it as a loaded lr does.
         max_grad_norm: clip the window's gradient (divided by the sum of weights and by GradScaler's scale) to this
             global L2 norm inside ``step``, with torch.nn.utils.clip_grad_norm_'s coefficient; None: no clipping.
         skip_nonfinite: "step": a window whose gradient has an inf or a NaN is dropped, parameters and state
@@ -286,7 +287,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's state_dict; in mid-window also ``state[i]["accum"]`` and ``accum_*`` group entries.
 
-        A run resumed from it continues bit-identically. Warns once in mid-window.
+        With ``master_weights`` also ``state[i]["master"]``; with ``stochastic_rounding`` a group entry
+        ``rounding_seed``. A run resumed from it continues bit-identically. Warns once in mid-window.
         """
         with self._run.exclusive("state_dict"), checkpoint.visible_window(self):
             result = super().state_dict()
@@ -305,6 +307,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
 
         def remember(_: Any, incoming: dict[str, Any]) -> None:
             checkpoint.refuse_other_masters(self, incoming)
+            checkpoint.saved_seed(self, incoming)
             run.incoming = incoming
 
         with run.exclusive("load_state_dict"):

@@ -186,6 +186,7 @@ def _rejected(opt: FusedAccumAdamW, buckets: list[Bucket], factor: float) -> boo
         return False
     run.offender = found
     run.skipped_microbatches += 1
+    run.window.rejected += 1
     for bucket in buckets:
         bucket.drop_gradients()
     return True
