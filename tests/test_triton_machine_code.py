@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fused_accum.backends import triton_kernels as kernels
+from fused_accum.state import MASTER, PLAIN, SPLIT, STOCHASTIC
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled")
 
@@ -37,18 +38,30 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-F32, BF16, F64 = tl.float32, tl.bfloat16, tl.float64
+F32, BF16, F16, F64 = tl.float32, tl.bfloat16, tl.float16, tl.float64
 
 
-def accumulate(grad, accum, add):
-    return kernels.accumulate_kernel, {"WIDE": wide(accum), "GRAD_DTYPE": grad, "ACCUM_DTYPE": accum, "ADD": add}
+def accumulate(grad, accum, add, squared=False):
+    constants = {"WIDE": wide(accum), "GRAD_DTYPE": grad, "ACCUM_DTYPE": accum}
+    return kernels.accumulate_kernel, constants | {"HAS_GRAD": True, "HAS_ACCUM": add, "STORES": True, "SQUARED": squared}
 
 
-def step(param, accum, moments, has_grad, has_accum, amsgrad=False):
+def measure(grad, accum, has_grad):
+    kernel, constants = accumulate(grad, accum, not has_grad, squared=True)
+    return kernel, constants | {"HAS_GRAD": has_grad, "STORES": False}
+
+
+def step(param, accum, moments, has_grad, has_accum, amsgrad=False, weights=PLAIN):
     """Gradients have the parameter's dtype."""
     constants = {"WIDE": wide(param), "PARAM_DTYPE": param, "GRAD_DTYPE": param, "ACCUM_DTYPE": accum}
     constants |= dict.fromkeys(("EXP_AVG_DTYPE", "EXP_AVG_SQ_DTYPE", "MAX_DTYPE"), moments)
-    return kernels.adamw_kernel, constants | {"HAS_GRAD": has_grad, "HAS_ACCUM": has_accum, "AMSGRAD": amsgrad}
+    constants |= {"HAS_GRAD": has_grad, "HAS_ACCUM": has_accum, "AMSGRAD": amsgrad, "WEIGHTS": weights}
+    return kernels.adamw_kernel, constants
+
+
+def each_step(name, param, weights):
+    sources = {"from the gradient": (True, False), "from the buffer": (False, True), "with the last add": (True, True)}
+    return {f"step {name} {way}": step(param, F32, F32, *flags, weights=weights) for way, flags in sources.items()}
 
 
 def wide(dtype):
@@ -61,13 +74,18 @@ CASES = {
     "accumulate bf16 into fp32, first": accumulate(BF16, F32, False),
     "accumulate bf16 into fp32": accumulate(BF16, F32, True),
     "accumulate bf16 into bf16": accumulate(BF16, BF16, True),
-    "step fp32 from the gradient": step(F32, F32, F32, True, False),
-    "step fp32 from the buffer": step(F32, F32, F32, False, True),
-    "step fp32 with the last add": step(F32, F32, F32, True, True),
+    "accumulate fp32, squared": accumulate(F32, F32, True, squared=True),
+    "accumulate bf16 into fp32, squared": accumulate(BF16, F32, True, squared=True),
+    "accumulate bf16 into fp32, first, squared": accumulate(BF16, F32, False, squared=True),
+    "measure a bf16 gradient": measure(BF16, F32, True),
+    "measure a fp32 buffer": measure(F32, F32, False),
+    **each_step("fp32", F32, PLAIN),
     "step fp32 with the last add, amsgrad": step(F32, F32, F32, True, True, amsgrad=True),
-    "step bf16 from the gradient": step(BF16, F32, F32, True, False),
-    "step bf16 from the buffer": step(BF16, F32, F32, False, True),
-    "step bf16 with the last add": step(BF16, F32, F32, True, True),
+    **each_step("bf16", BF16, PLAIN),
+    **each_step("bf16 + fp32 master", BF16, MASTER),
+    **each_step("bf16 + split master", BF16, SPLIT),
+    **each_step("bf16 by chance", BF16, STOCHASTIC),
+    "step fp16 by chance with the last add": step(F16, F32, F32, True, True, weights=STOCHASTIC),
     "step fp64 with the last add, amsgrad": step(F64, F64, F64, True, True, amsgrad=True),
 }
 PAIRS = [pytest.param(case, target, id=f"{target}, {case}") for target in TARGETS for case in CASES]
@@ -78,6 +96,8 @@ def compiled(case: str, target: str):
     kernel, constants = CASES[case]
     signature = dict.fromkeys(kernel.arg_names, "constexpr")
     signature |= {"rows": "*i64", "blocks": "*i32", "scalars": "*fp64" if constants["WIDE"] == F64 else "*fp32"}
+    if "partials" in kernel.arg_names:
+        signature["partials"] = "*fp64"
     constants = constants | {"ALIGNED": True, "BLOCK": kernels.block_of(constants["WIDE"])}
     options = {"num_warps": kernels.THREADS // TARGETS[target].warp_size, "enable_fp_fusion": False}
     return triton.compile(ASTSource(kernel, signature, constants), target=TARGETS[target], options=options)
@@ -113,10 +133,12 @@ def pieces(dtypes) -> int:
 def traffic(case: str):
     """The dtypes of the tensors a kernel must read and of those it must write."""
     _, c = CASES[case]
-    if "ADD" in c:
-        return [c["GRAD_DTYPE"], *[c["ACCUM_DTYPE"]] * c["ADD"]], [c["ACCUM_DTYPE"]]
+    sources = [c["GRAD_DTYPE"]] * c["HAS_GRAD"] + [c["ACCUM_DTYPE"]] * c["HAS_ACCUM"]
+    if "STORES" in c:
+        return sources, [c["ACCUM_DTYPE"]] * c["STORES"]
     both = [c["PARAM_DTYPE"], c["EXP_AVG_DTYPE"], c["EXP_AVG_SQ_DTYPE"]]
     both += [c["MAX_DTYPE"]] * c["AMSGRAD"] + [c["ACCUM_DTYPE"]] * c["HAS_ACCUM"]
+    both += {MASTER: [F32], SPLIT: [tl.int16]}.get(c["WEIGHTS"], [])
     return both + [c["GRAD_DTYPE"]] * c["HAS_GRAD"], both
 
 
@@ -158,8 +180,8 @@ def test_rounding_is_written_out(case, target):
     each = 4 if c["WIDE"] == F64 else 8
     suffix = "f64" if c["WIDE"] == F64 else "f32"
     paths = 2  # full blocks and the tail
-    if "ADD" in c:
-        fmas, quotients = int(c["ADD"]), 0
+    if "STORES" in c:
+        fmas, quotients = int(c["HAS_GRAD"] and c["HAS_ACCUM"]), 0
     else:
         fmas, quotients = 4 + (c["HAS_GRAD"] and c["HAS_ACCUM"]), 1
     pairs = ptx.count("fma.rn.f32x2")  # Blackwell's: two elements in one instruction

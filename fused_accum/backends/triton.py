@@ -17,8 +17,18 @@ from torch.autograd.graph import increment_version
 
 from ..buckets import BY_GRAD, Bucket
 from . import triton_probe
-from .base import Backend, Rows
-from .triton_batch import Batch, Row, add_measurement, add_sum, add_update, overlap
+from .base import Backend, Rows, refuse_outside
+from .triton_batch import (
+    ALIGNMENT,
+    Batch,
+    Row,
+    add_measurement,
+    add_sum,
+    add_update,
+    arithmetic,
+    in_line,
+    overlap,
+)
 from .triton_tables import Recent, ScalarRows, block_map, current_stream, device_table, upload
 
 
@@ -28,6 +38,13 @@ def kernels() -> Any:
     from . import triton_kernels
 
     return triton_kernels
+
+
+@cache
+def scatter() -> Any:
+    from . import triton_scatter
+
+    return triton_scatter
 
 
 @cache
@@ -175,6 +192,26 @@ class Triton(Backend):
         for row in rows:
             add_measurement(batch, *row)
         self._launch_sums(batch, scale, device)
+
+    @torch.no_grad()
+    def scatter_rows(self, accum: Tensor, index: Tensor, grad: Tensor, skip: int | None) -> None:
+        refuse_outside(index, len(accum))
+        tokens, width = grad.shape
+        if not grad.numel():
+            return
+        grad, device = in_line(grad, (width, 1)), accum.device
+        with on(device):
+            kernel = scatter()
+            rows, order = index.sort(stable=True)
+            ends = torch.searchsorted(rows, rows, right=True)
+            block = kernel.block_of(width)
+            parts = -(-width // block)
+            aligned = all(t.data_ptr() % ALIGNMENT == width * t.element_size() % ALIGNMENT == 0 for t in (accum, grad))
+            kernel.scatter_kernel[(tokens * parts,)](
+                accum, grad, rows, order, ends, width, parts, -1 if skip is None else skip,
+                *(triton_dtypes()[d] for d in (arithmetic(accum.dtype), accum.dtype, grad.dtype)),
+                ALIGNED=aligned, BLOCK=block, num_warps=max(1, warps_of(block // 8)), enable_fp_fusion=False,
+            )  # fmt: skip
 
     def pick(self, t: Tensor, places: Sequence[int]) -> Tensor:
         """A copy of ``t[places]``, without waiting for the device."""

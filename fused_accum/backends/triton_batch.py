@@ -44,6 +44,13 @@ def lies_in(t: Tensor, strides: tuple[int, ...]) -> bool:
     )
 
 
+def in_line(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """``t`` where it has ``strides``, else a copy that has."""
+    if lies_in(t, strides):
+        return t
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+
+
 def overlap(params: Sequence[Tensor]) -> bool:
     """Whether two of ``params`` may share memory."""
     spans = []
@@ -106,12 +113,11 @@ class Batch:
         self.rows.setdefault((*constants, aligned), []).append(row)
 
     def _in_line(self, t: Tensor, strides: tuple[int, ...], written: bool) -> Tensor:
-        if lies_in(t, strides):
-            return t
-        line = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
-        self.lines.append(line)
-        if written:
-            self.copy_back.append((t, line))
+        line = in_line(t, strides)
+        if line is not t:
+            self.lines.append(line)
+            if written:
+                self.copy_back.append((t, line))
         return line
 
     def finish(self) -> None:
