@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fused_accum.backends import triton_kernels as kernels
+from fused_accum.backends import triton_scatter
 from fused_accum.state import MASTER, PLAIN, SPLIT, STOCHASTIC
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled")
@@ -41,9 +42,15 @@ TARGETS = {
 F32, BF16, F16, F64 = tl.float32, tl.bfloat16, tl.float16, tl.float64
 
 
+def on_rows(dtype):
+    """What every kernel on a table of rows is compiled for, with arithmetic for ``dtype``."""
+    wide = F64 if dtype == F64 else F32
+    return {"WIDE": wide, "ALIGNED": True, "BLOCK": kernels.block_of(wide)}
+
+
 def accumulate(grad, accum, add, squared=False):
-    constants = {"WIDE": wide(accum), "GRAD_DTYPE": grad, "ACCUM_DTYPE": accum}
-    return kernels.accumulate_kernel, constants | {"HAS_GRAD": True, "HAS_ACCUM": add, "STORES": True, "SQUARED": squared}
+    constants = {"GRAD_DTYPE": grad, "ACCUM_DTYPE": accum, "HAS_GRAD": True, "HAS_ACCUM": add, "STORES": True}
+    return kernels.accumulate_kernel, on_rows(accum) | constants | {"SQUARED": squared}
 
 
 def measure(grad, accum, has_grad):
@@ -53,19 +60,24 @@ def measure(grad, accum, has_grad):
 
 def step(param, accum, moments, has_grad, has_accum, amsgrad=False, weights=PLAIN):
     """Gradients have the parameter's dtype."""
-    constants = {"WIDE": wide(param), "PARAM_DTYPE": param, "GRAD_DTYPE": param, "ACCUM_DTYPE": accum}
+    constants = on_rows(param) | {"PARAM_DTYPE": param, "GRAD_DTYPE": param, "ACCUM_DTYPE": accum}
     constants |= dict.fromkeys(("EXP_AVG_DTYPE", "EXP_AVG_SQ_DTYPE", "MAX_DTYPE"), moments)
     constants |= {"HAS_GRAD": has_grad, "HAS_ACCUM": has_accum, "AMSGRAD": amsgrad, "WEIGHTS": weights}
     return kernels.adamw_kernel, constants
 
 
 def each_step(name, param, weights):
-    sources = {"from the gradient": (True, False), "from the buffer": (False, True), "with the last add": (True, True)}
-    return {f"step {name} {way}": step(param, F32, F32, *flags, weights=weights) for way, flags in sources.items()}
+    ways = {"from the gradient": (True, False), "from the buffer": (False, True), "with the last add": (True, True)}
+    return {f"step {name} {way}": step(param, F32, F32, *flags, weights=weights) for way, flags in ways.items()}
 
 
-def wide(dtype):
-    return F64 if dtype == F64 else F32
+def add_up():
+    return kernels.squares_kernel, {"BLOCK": kernels.block_of(F32), "CHUNK": kernels.CHUNK}
+
+
+def scatter(grad, accum):
+    constants = {"WIDE": F32, "ACCUM_DTYPE": accum, "GRAD_DTYPE": grad}
+    return triton_scatter.scatter_kernel, constants | {"ALIGNED": True, "BLOCK": triton_scatter.WIDEST}
 
 
 CASES = {
@@ -87,18 +99,23 @@ CASES = {
     **each_step("bf16 by chance", BF16, STOCHASTIC),
     "step fp16 by chance with the last add": step(F16, F32, F32, True, True, weights=STOCHASTIC),
     "step fp64 with the last add, amsgrad": step(F64, F64, F64, True, True, amsgrad=True),
+    "sums of squares": add_up(),
+    "scatter fp32": scatter(F32, F32),
+    "scatter bf16 into fp32": scatter(BF16, F32),
 }
+POINTERS = {"rows": "*i64", "blocks": "*i32", "partials": "*fp64", "order": "*i64", "ends": "*i64",
+            "width": "i32", "parts": "i32", "skip": "i32"}  # fmt: skip
 PAIRS = [pytest.param(case, target, id=f"{target}, {case}") for target in TARGETS for case in CASES]
 
 
 @cache
 def compiled(case: str, target: str):
     kernel, constants = CASES[case]
-    signature = dict.fromkeys(kernel.arg_names, "constexpr")
-    signature |= {"rows": "*i64", "blocks": "*i32", "scalars": "*fp64" if constants["WIDE"] == F64 else "*fp32"}
-    if "partials" in kernel.arg_names:
-        signature["partials"] = "*fp64"
-    constants = constants | {"ALIGNED": True, "BLOCK": kernels.block_of(constants["WIDE"])}
+    signature = {name: POINTERS.get(name, "constexpr") for name in kernel.arg_names}
+    tensors = {"scalars": constants.get("WIDE")}
+    if kernel is triton_scatter.scatter_kernel:
+        tensors = {"accum": constants["ACCUM_DTYPE"], "grad": constants["GRAD_DTYPE"]}
+    signature |= {name: f"*{dtype.name}" for name, dtype in tensors.items() if name in signature}
     options = {"num_warps": kernels.THREADS // TARGETS[target].warp_size, "enable_fp_fusion": False}
     return triton.compile(ASTSource(kernel, signature, constants), target=TARGETS[target], options=options)
 
@@ -131,8 +148,12 @@ def pieces(dtypes) -> int:
 
 
 def traffic(case: str):
-    """The dtypes of the tensors a kernel must read and of those it must write."""
-    _, c = CASES[case]
+    """The dtypes of the tensors a kernel must read and of those it must write, in a full block."""
+    kernel, c = CASES[case]
+    if kernel is kernels.squares_kernel:
+        return [], []
+    if kernel is triton_scatter.scatter_kernel:
+        return [c["ACCUM_DTYPE"], *[c["GRAD_DTYPE"]] * triton_scatter.AT_ONCE.value], [c["ACCUM_DTYPE"]]
     sources = [c["GRAD_DTYPE"]] * c["HAS_GRAD"] + [c["ACCUM_DTYPE"]] * c["HAS_ACCUM"]
     if "STORES" in c:
         return sources, [c["ACCUM_DTYPE"]] * c["STORES"]
@@ -176,14 +197,12 @@ def test_registers(case, target):
 @pytest.mark.parametrize(("case", "target"), [p for p in PAIRS if p.values[1].startswith("sm")])
 def test_rounding_is_written_out(case, target):
     ptx = compiled(case, target).asm["ptx"]
-    _, c = CASES[case]
-    each = 4 if c["WIDE"] == F64 else 8
-    suffix = "f64" if c["WIDE"] == F64 else "f32"
+    kernel, c = CASES[case]
+    each, suffix = (4, "f64") if c.get("WIDE") == F64 else (8, "f32")
     paths = 2  # full blocks and the tail
-    if "STORES" in c:
-        fmas, quotients = int(c["HAS_GRAD"] and c["HAS_ACCUM"]), 0
-    else:
-        fmas, quotients = 4 + (c["HAS_GRAD"] and c["HAS_ACCUM"]), 1
+    fmas = int(c.get("HAS_GRAD", False) and c.get("HAS_ACCUM", False))
+    quotients = int(kernel is kernels.adamw_kernel)
+    fmas += 4 * quotients
     pairs = ptx.count("fma.rn.f32x2")  # Blackwell's: two elements in one instruction
     assert ptx.count(f"fma.rn.{suffix}") + pairs == fmas * each * paths
     assert ptx.count(f"div.rn.{suffix}") == ptx.count(f"sqrt.rn.{suffix}") == quotients * each * paths

@@ -206,17 +206,20 @@ class Triton(Backend):
             ends = torch.searchsorted(rows, rows, right=True)
             block = kernel.block_of(width)
             parts = -(-width // block)
-            aligned = all(t.data_ptr() % ALIGNMENT == width * t.element_size() % ALIGNMENT == 0 for t in (accum, grad))
+            places = [place for t in (accum, grad) for place in (t.data_ptr(), width * t.element_size())]
             kernel.scatter_kernel[(tokens * parts,)](
                 accum, grad, rows, order, ends, width, parts, -1 if skip is None else skip,
                 *(triton_dtypes()[d] for d in (arithmetic(accum.dtype), accum.dtype, grad.dtype)),
-                ALIGNED=aligned, BLOCK=block, num_warps=max(1, warps_of(block // 8)), enable_fp_fusion=False,
+                ALIGNED=all(place % ALIGNMENT == 0 for place in places), BLOCK=block, num_warps=max(1, warps_of(block // 8)), enable_fp_fusion=False,
             )  # fmt: skip
 
     def pick(self, t: Tensor, places: Sequence[int]) -> Tensor:
         """A copy of ``t[places]``, without waiting for the device."""
-        key = (*places, t.device, current_stream(t.device))
-        return t.index_select(0, self.places.get(key, lambda: upload(torch.tensor(places, dtype=torch.int64), t.device)))
+
+        def make() -> Tensor:
+            return upload(torch.tensor(places, dtype=torch.int64), t.device)
+
+        return t.index_select(0, self.places.get((*places, t.device, current_stream(t.device)), make))
 
     def _launch_sums(self, batch: Batch, scale: float, device: torch.device) -> None:
         with on(device):

@@ -8,8 +8,10 @@ for every row, all of it device memory, so what changes from step to step never 
 import triton
 import triton.language as tl
 
-ROW = ("param", "grad", "accum", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "numel", "first_block", "scalars",
-       "squares", "seed", "index")  # fmt: skip
+ROW = (
+    "param", "grad", "accum", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "numel", "first_block", "scalars",
+    "squares", "seed", "index",
+)  # fmt: skip
 
 PARAM: tl.constexpr = tl.constexpr(0)
 GRAD: tl.constexpr = tl.constexpr(1)

@@ -45,7 +45,7 @@ def add_run(
     WIDE: tl.constexpr, ACCUM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One after the other the gradients of the tokens in ``order[place:end]``, to elements from ``start`` of ``row``."""
+    """One after the other the gradients of the tokens in ``order[place:end]``, to ``row`` from ``start`` on."""
     rest = width - start
     at = element(accum, row * width + start, ACCUM_DTYPE, ALIGNED)
     total = load(at, rest, ACCUM_DTYPE, WIDE, FULL, BLOCK)

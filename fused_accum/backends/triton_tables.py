@@ -74,8 +74,8 @@ def power(beta: float, t: float) -> float:
 
 
 def step_scalars(hyper: Hyper, t: float, scale: float, coefficient: float) -> list[float]:
-    """struct StepScalars of csrc/adamw_math.h: what an update needs that no element changes, in float64; then 32 bits of
-    ``t`` in halves, which float32 holds too."""
+    """struct StepScalars of csrc/adamw_math.h: what an update needs that no element changes, in float64; then 32
+    bits of ``t`` in halves, which float32 holds too."""
     lr = float(hyper.lr)
     return [
         scale,
