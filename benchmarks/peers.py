@@ -53,10 +53,10 @@ def give(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 
 class Ours(Peer):
-    def __init__(self, values: Sequence[Tensor], backend: str, clipped: bool = False):
+    def __init__(self, values: Sequence[Tensor], backend: str, clipped: bool = False, master: str | None = None):
         super().__init__(values)
         self.optimizer = FusedAccumAdamW(
-            self.params, backend=backend, max_grad_norm=MAX_NORM if clipped else None, **HYPER
+            self.params, backend=backend, max_grad_norm=MAX_NORM if clipped else None, master_weights=master, **HYPER
         )
 
     def stages(self, grads: Sequence[Sequence[Tensor]]) -> Iterator[Stage]:
@@ -143,8 +143,32 @@ class Widened(Peer):
         yield harness.nothing, self.update
 
 
-def peers(dtype: str, device: torch.device, compiled: bool = False) -> dict[str, Callable[[Sequence[Tensor]], Peer]]:
+class WithMasters(Widened):
+    """The same with masters: the fp32 copies stay, and are copied back; gradients are added to zeroed fp32 sums."""
+
+    @torch.no_grad()
+    def add(self, micro: Sequence[Tensor], first: bool) -> None:
+        for total, g in zip(self.sums, micro):
+            total.add_(g)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        if self.clipped:
+            self.clip(self.copies)
+        self.optimizer.step()
+        torch._foreach_copy_(self.params, self.copies)
+        torch._foreach_zero_(self.sums)
+
+
+MASTERS = "torch, fp32 masters"
+
+
+def peers(
+    dtype: str, device: torch.device, compiled: bool = False, master: str | None = None
+) -> dict[str, Callable[[Sequence[Tensor]], Peer]]:
     """Everything to compare with, by name."""
+    if master is not None:
+        return {MASTERS: WithMasters}
     exact = dtype == "fp32"
     found: dict[str, Callable[[Sequence[Tensor]], Peer]] = {} if exact else {"torch, fp32 copies": Widened}
     for way in ("fused", "foreach"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks import harness, results
 from benchmarks.harness import DTYPES, Limit, Variant, ratio, scaled
-from benchmarks.kernels import KERNELS
+from benchmarks.kernels import KERNELS, WEIGHTS
 from benchmarks.peers import Ours, peers
 from benchmarks.results import show
 
@@ -30,6 +30,8 @@ How to read the output, one row per list of tensors, dtype, N and other optimize
                 one is added into it, tensor by tensor; then step() and zero_grad(). Only these calls are timed.
   kind          exact: the same update (compared first; * marks the fastest of them). approximate: cheaper arithmetic,
                 another result: for bf16, sums and moments in bf16.
+  dtype         bf16+fp32, bf16+split (when asked for): with masters, against buffer.add_(gradient), AdamW(fused) on
+                fp32 masters, the copy back and zeroing the buffer.
   x faster      ms of the peer over ours, median of the rounds and its 95 % interval.
 What to expect in fp32: at N=1 not slower than the fastest exact peer, at N=8 at least 0.95 of its speed (116 bytes
 against 112: zeroing the buffer in place is the difference)."""
@@ -55,9 +57,10 @@ def tensor_lists(shrink: int) -> dict[str, list[tuple[int, ...]]]:
 
 def window_bytes(dtype: str, microbatches: int, clipped: bool = False) -> int:
     """What our window must move per parameter, counted."""
-    first, add, alone, from_buffer, last = (kernel.bytes[dtype] for kernel in KERNELS.values())
+    stored = WEIGHTS[dtype].dtype
+    first, add, alone, from_buffer, last = (k.bytes[dtype if k.steps else stored] for k in KERNELS.values())
     if clipped:  # the norm of the last sum comes with the pass that writes it; of a single gradient it takes a read
-        norm = DTYPES[dtype].itemsize
+        norm = DTYPES[stored].itemsize
         return norm + alone if microbatches == 1 else first + add * (microbatches - 1) + from_buffer
     return alone if microbatches == 1 else first + add * (microbatches - 2) + last
 
@@ -69,15 +72,17 @@ def measure(
     """One row per peer; raises harness.NotEqual when an exact one does not compute what ours does."""
 
     def tensors() -> list[Tensor]:
-        return [torch.randn(shape, device=device).to(DTYPES[dtype]) for shape in shapes]
+        return [torch.randn(shape, device=device).to(DTYPES[weights.dtype]) for shape in shapes]
 
+    weights = WEIGHTS[dtype]
     values, sets = tensors(), [tensors() for _ in range(min(DISTINCT_GRADS, microbatches + 1))]
 
     def grads(k: int) -> list[list[Tensor]]:
         return [sets[(k * microbatches + i) % len(sets)] for i in range(microbatches)]
 
-    taking_part = {key: make(values) for key, make in peers(dtype, device, compiled).items()}
-    taking_part = {OURS: Ours(values, backend, clipped), **taking_part}
+    others = peers(weights.dtype, device, compiled, weights.master)
+    taking_part: dict[str, Any] = {OURS: Ours(values, backend, clipped, weights.master)}
+    taking_part |= {key: make(values) for key, make in others.items()}
     for peer in taking_part.values():
         peer.clipped = clipped
         peer.norm_in_double = True  # to compare: torch's own of 14 M elements is off by 6e-4 on a CPU
@@ -157,7 +162,8 @@ def draw(result: dict[str, Any]) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     parser = results.arguments("window", __doc__, READING)
-    parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all", help="of parameters and gradients")
+    parser.add_argument("--dtype", choices=[*WEIGHTS, "all"], default="all",
+                        help="of parameters and gradients, with masters (default: all without)")  # fmt: skip
     parser.add_argument("--microbatches", type=int, nargs="+", help="N (default 1 4 8; 1 8 with --quick)")
     parser.add_argument("--clip", choices=["no", "only", "both"], help="clipped (default both; --quick: no)")
     parser.add_argument("--shrink", type=int, help="divide the widths by this (default 1; 2 with --quick)")

@@ -65,8 +65,8 @@ struct As {
   }
 };
 
-// How a tensor is stored: float32, bfloat16 or float16, as the launch says. Loads branch on the size alone and convert
-// later, so that they need not wait for each other.
+// How a tensor is stored: float32, bfloat16, float16 or i16, as the launch says. Loads branch on the size alone and
+// convert later, so that they need not wait for each other.
 struct AsLaunched {
   static constexpr int kWidest = 8;
   template <int kCount>
@@ -117,7 +117,7 @@ struct AsLaunched {
     return raw;
   }
 
- private:
+  // The 16-bit values of `raw`, of any 16-bit dtype, and back.
   template <int kCount>
   static __device__ __forceinline__ Pack<bf16, kCount> halves(const Raw<kCount>& raw) {
     Pack<bf16, kCount> half;
