@@ -174,6 +174,23 @@ __device__ __forceinline__ StepScalars<T> load_scalars(const ScalarSlot& slot) {
   return s;
 }
 
+// A micro-batch's scale, by value or from the device.
+template <class T>
+struct Scale {
+  T value;
+  bool nothing;  // is added
+
+  template <class Table>
+  explicit __device__ __forceinline__ Scale(const Table& table) {
+    if constexpr (sizeof(T) == 4) {
+      value = table.device_scale ? global_load(&table.device_scale->narrow) : table.scale_f32;
+    } else {
+      value = table.device_scale ? global_load(&table.device_scale->wide) : table.scale;
+    }
+    nothing = table.device_scale && value == 0;
+  }
+};
+
 // Rounds a sum to what a buffer of `dtype` would give back.
 template <class T>
 __device__ __forceinline__ T rounded_to(DType dtype, T x) {

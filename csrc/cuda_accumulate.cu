@@ -12,7 +12,7 @@ namespace {
 // of a piece and the sums as the buffer holds them, is for sums of squares; without a buffer they alone are wanted.
 template <class T, class G, class A, bool kAdd, bool kSquares, int kCount, int kPieces, class Keep>
 __device__ __forceinline__ void accumulate_pieces(const char* grad, char* accum, DType grad_dtype, DType accum_dtype,
-                                                  T scale, int apart, bool writes, Keep keep) {
+                                                  const Scale<T>& scale, int apart, bool writes, Keep keep) {
   typename G::template Raw<kCount> g[kPieces];
   typename A::template Raw<kCount> a[kPieces];
 #pragma unroll
@@ -27,7 +27,8 @@ __device__ __forceinline__ void accumulate_pieces(const char* grad, char* accum,
     if (kAdd) A::template decode<T, kCount>(a[k], accum_dtype, sum);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      sum[j] = kAdd ? add_contribution(sum[j], scale, x[j]) : first_contribution(scale, x[j]);
+      if (scale.nothing) sum[j] = kAdd ? sum[j] : T(0);
+      else sum[j] = kAdd ? add_contribution(sum[j], scale.value, x[j]) : first_contribution(scale.value, x[j]);
     }
     if (!kSquares || writes) {
       A::template store<kCount>(A::at(accum, k * apart, accum_dtype), A::template encode<T, kCount>(sum, accum_dtype),
@@ -45,14 +46,6 @@ __device__ __forceinline__ void accumulate_pieces(const char* grad, char* accum,
 
 template <int k> using Int = std::integral_constant<int, k>;
 
-template <class T> struct ScaleOf;
-template <> struct ScaleOf<float> {
-  template <class Table> static __device__ float of(const Table& table) { return table.scale_f32; }
-};
-template <> struct ScaleOf<double> {
-  template <class Table> static __device__ double of(const Table& table) { return table.scale; }
-};
-
 template <class T, class G, class A, bool kAdd, bool kSquares, class Table>
 __global__ void __launch_bounds__(kThreads, 4) accumulate_rows(const __grid_constant__ Table table) {
   const Part part = part_of_block(table);
@@ -60,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 4) accumulate_rows(const __grid_cons
   const DType grad_dtype = table.dtypes[kGrad], accum_dtype = table.dtypes[kAccum];
   const char* grad = G::at(data[kGrad], part.start, grad_dtype);
   char* accum = A::at(data[kAccum], part.start, accum_dtype);
-  const T scale = ScaleOf<T>::of(table);
+  const Scale<T> scale(table);
   const bool writes = !kSquares || data[kAccum];
   typename Shared<T>::Unit* units = nullptr;
   if constexpr (kSquares) {

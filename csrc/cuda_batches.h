@@ -11,6 +11,12 @@
 namespace fa {
 namespace {
 
+// What multiplies a micro-batch: a value, or, if not null, what is there on the device.
+struct MicroScale {
+  double value;
+  const DeviceScale* on_device = nullptr;
+};
+
 const Operand& operand(const Row& row, int k) {
   switch (k) {
     case kParam: return row.param;
@@ -101,14 +107,15 @@ int64_t blocks_of(const Row& row) { return (row.numel + kChunkElements - 1) / kC
 // Rows of one kernel, until they are launched. Tables are filled in place.
 class Batch {
  public:
-  Batch(const KernelKey& key, const ScalarSlot* slots, double scale) : key_(key), table_(new LargeTable) {
+  Batch(const KernelKey& key, const ScalarSlot* slots, MicroScale scale) : key_(key), table_(new LargeTable) {
     table_->slots = slots;
     table_->weights = key.weights;
     table_->has_grad = key.has_grad;
     table_->has_accum = key.has_accum;
     table_->amsgrad = key.amsgrad;
-    table_->scale = scale;
-    table_->scale_f32 = static_cast<float>(scale);
+    table_->scale = scale.value;
+    table_->scale_f32 = static_cast<float>(scale.value);
+    table_->device_scale = scale.on_device;
     table_->accum_dtype = key.accum_dtype;
     std::copy(std::begin(key.dtypes), std::end(key.dtypes), table_->dtypes);
   }
@@ -153,10 +160,12 @@ class Batch {
   int64_t blocks_ = 0;
 };
 
-StridedRow strided(const Row& row, const ScalarSlot* slots, int slot, double scale) {
+StridedRow strided(const Row& row, const ScalarSlot* slots, int slot, MicroScale scale) {
   StridedRow s;
   s.slots = slots;
-  s.scale = scale;
+  s.scale = scale.value;
+  s.scale_f32 = static_cast<float>(scale.value);
+  s.device_scale = scale.on_device;
   s.slot = slot;
   s.accum_dtype = row.accum_dtype;
   s.weights = row.weights;
@@ -185,7 +194,8 @@ StridedRow strided(const Row& row, const ScalarSlot* slots, int slot, double sca
 void launch_strided_squares_of(const Row& row, StridedRow s, BlockSquares& squares, cudaStream_t stream) {
   s.accum_dtype = row.accum.dtype;
   if (row.accum.data) {
-    s.scale = 1;
+    s.scale = s.scale_f32 = 1;
+    s.device_scale = nullptr;
     s.data[kGrad] = s.data[kAccum];
     s.dtypes[kGrad] = s.dtypes[kAccum];
     std::copy_n(s.strides[kAccum], s.ndim, s.strides[kGrad]);
@@ -196,8 +206,8 @@ void launch_strided_squares_of(const Row& row, StridedRow s, BlockSquares& squar
 }
 
 // Launches rows [begin, end); row i has slot number i.
-void run_rows(const std::vector<Row>& rows, size_t begin, size_t end, bool steps, const ScalarSlot* slots, double scale,
-              BlockSquares& squares, cudaStream_t stream) {
+void run_rows(const std::vector<Row>& rows, size_t begin, size_t end, bool steps, const ScalarSlot* slots,
+              MicroScale scale, BlockSquares& squares, cudaStream_t stream) {
   std::vector<Batch> batches;
   for (size_t i = begin; i < end; ++i) {
     const Row& row = rows[i];

@@ -26,6 +26,13 @@ struct alignas(16) ScalarSlot {
   unsigned char scalars[sizeof(StepScalars<double>)];
   uint32_t skip;  // not 0: no update, the window is dropped
   uint32_t parameter, step;  // as in Randomness
+  uint32_t ignores_grad;     // not 0: the last micro-batch counts nothing
+};
+
+// A scale that only the device knows. 0 adds nothing, not even NaN.
+struct DeviceScale {
+  double wide;
+  float narrow;
 };
 
 template <int kCapacity_>
@@ -36,6 +43,7 @@ struct RowTable {
   double scale = 1;                   // of an accumulation
   float scale_f32 = 1;
   int count = 0;
+  const DeviceScale* device_scale = nullptr;  // instead
   DType dtypes[kTensors] = {};        // of all rows
   DType accum_dtype = DType::f32;     // as Row::accum_dtype
   Weights weights = Weights::plain;   // of all rows, as these
@@ -54,6 +62,7 @@ struct RowTable {
         scale(other.scale),
         scale_f32(other.scale_f32),
         count(other.count),
+        device_scale(other.device_scale),
         accum_dtype(other.accum_dtype),
         weights(other.weights),
         has_grad(other.has_grad),
@@ -79,6 +88,8 @@ struct StridedRow {
 
   const ScalarSlot* slots = nullptr;
   double scale = 1;
+  float scale_f32 = 1;
+  const DeviceScale* device_scale = nullptr;
   int slot = 0;
   int ndim = 0;
   DType dtypes[kTensors] = {};
@@ -104,6 +115,7 @@ struct CountTable {
   const float* grad_scale = nullptr;  // what all gradients were multiplied by; null: 1
   const float* found_inf = nullptr;   // not 0: no update; null: 0
   const double* clip = nullptr;       // multiplies the coefficient; null: 1
+  const DeviceScale* device_scale = nullptr;  // instead of scale
   int count = 0;
   Hyper groups[kGroups];
   void* step[kCapacity];             // on the device: counted there; on the host: the bits of the new count, a double
@@ -112,7 +124,7 @@ struct CountTable {
   uint8_t kind[kCapacity];           // of enum CountKind
 };
 static_assert(sizeof(CountTable) <= kParameterBytes);
-enum CountKind : uint8_t { kStepIsDouble = 1, kStepOnHost = 2, kSlotIsDouble = 4 };
+enum CountKind : uint8_t { kStepIsDouble = 1, kStepOnHost = 2, kSlotIsDouble = 4, kOnlyGrad = 8 };
 
 // Rows' sums of squares, each to be added up from those of its blocks.
 struct SquaresTable {

@@ -49,6 +49,7 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
   table->grad_scale = reinterpret_cast<const float*>(factors.grad_scale);
   table->found_inf = reinterpret_cast<const float*>(factors.found_inf);
   table->clip = reinterpret_cast<const double*>(factors.clip);
+  table->device_scale = reinterpret_cast<const DeviceScale*>(factors.scale);
   std::vector<int> places(hypers.size(), -1);  // of groups in the table
   int groups = 0;
   const auto flush = [&] {
@@ -69,7 +70,7 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
     const bool on_host = counted_on_host(row);
     table->group[i] = static_cast<uint8_t>(*place);
     table->kind[i] = uint8_t((row.step_is_double ? kStepIsDouble : 0) | (on_host ? kStepOnHost : 0) |
-                             (row.param.dtype == DType::f64 ? kSlotIsDouble : 0));
+                             (row.param.dtype == DType::f64 ? kSlotIsDouble : 0) | (row.has_accum ? 0 : kOnlyGrad));
     table->step[i] = row.step;
     table->parameter[i] = row.randomness.parameter;
     if (on_host) {
@@ -86,6 +87,8 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
 
 CudaExecutor::CudaExecutor(int device, uint64_t stream, Scratch scratch, Factors factors)
     : device_(device), stream_(reinterpret_cast<cudaStream_t>(stream)), scratch_(scratch), factors_(factors) {}
+
+const DeviceScale* CudaExecutor::device_scale() const { return reinterpret_cast<const DeviceScale*>(factors_.scale); }
 
 int64_t CudaExecutor::squares_for(int64_t rows, int64_t elements) {
   return elements / kSquaresBlock + rows * kSquaresOfBlock;
@@ -105,7 +108,7 @@ void CudaExecutor::accumulate(const std::vector<Row>& rows, double scale) {
   refuse_misaligned(rows);
   BlockSquares squares(room_for_squares(rows));
   const DeviceGuard guard(device_);
-  run_rows(rows, 0, rows.size(), false, nullptr, scale, squares, stream_);
+  run_rows(rows, 0, rows.size(), false, nullptr, {scale, device_scale()}, squares, stream_);
 }
 
 void CudaExecutor::measure(const std::vector<Row>& rows, double scale) {
@@ -121,8 +124,8 @@ void CudaExecutor::measure(const std::vector<Row>& rows, double scale) {
     (row.has_grad ? gradients : sums).push_back(source);
   }
   const DeviceGuard guard(device_);
-  run_rows(sums, 0, sums.size(), false, nullptr, 1.0, squares, stream_);
-  run_rows(gradients, 0, gradients.size(), false, nullptr, scale, squares, stream_);
+  run_rows(sums, 0, sums.size(), false, nullptr, {1.0}, squares, stream_);
+  run_rows(gradients, 0, gradients.size(), false, nullptr, {scale, device_scale()}, squares, stream_);
 }
 
 void CudaExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
@@ -132,15 +135,18 @@ void CudaExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers
                                 std::to_string(scratch_.slot_count));
   }
   refuse_misaligned(rows);
-  if (factors_.found_inf && std::any_of(rows.begin(), rows.end(), counted_on_host)) {
-    throw std::invalid_argument("found_inf on the device needs the counts of updates there: the host would count on");
+  if ((factors_.found_inf || factors_.scale) && std::any_of(rows.begin(), rows.end(), counted_on_host)) {
+    throw std::invalid_argument("found_inf or a scale on the device needs the counts of updates there: the host would "
+                                "count on");
   }
   auto* const slots = reinterpret_cast<ScalarSlot*>(scratch_.slots);
   BlockSquares squares(nullptr);
   const DeviceGuard guard(device_);
   run_counts(rows, hypers, slots, scale, coefficient, factors_, stream_);
-  if (!one_by_one) return run_rows(rows, 0, rows.size(), true, slots, scale, squares, stream_);
-  for (size_t i = 0; i < rows.size(); ++i) run_rows(rows, i, i + 1, true, slots, scale, squares, stream_);
+  const size_t together = one_by_one ? 1 : rows.size();
+  for (size_t i = 0; i < rows.size(); i += together) {
+    run_rows(rows, i, i + together, true, slots, {scale}, squares, stream_);  // the slots have the device's
+  }
 }
 
 std::string why_no_cuda(int device) {

@@ -19,6 +19,7 @@ class CudaExecutor : public Executor {
     uint64_t grad_scale = 0;  // float32: what all gradients were multiplied by
     uint64_t found_inf = 0;   // float32: not 0: no update, the window is dropped
     uint64_t clip = 0;        // float64: multiplies the coefficient
+    uint64_t scale = 0;       // DeviceScale: instead of the calls' scale, of accumulations too
   };
 
   // Device memory, as addresses, which no other stream uses at the same time.
@@ -40,6 +41,8 @@ class CudaExecutor : public Executor {
 
  private:
   double* room_for_squares(const std::vector<Row>& rows) const;  // throws unless there is enough of it
+
+  const DeviceScale* device_scale() const;
 
   const int device_;
   const cudaStream_t stream_;

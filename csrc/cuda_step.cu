@@ -68,7 +68,8 @@ __device__ __forceinline__ void clear(char* to, DType dtype) {
 // (2) to (6) on kCount elements; `first`: the number of the first in its tensor.
 template <class T, int kCount, class How, class Where>
 __device__ __forceinline__ void step_piece(const How& how, const Where& at, DType sum_dtype, const StepScalars<T>& s,
-                                           const Keeping& keeping, const Randomness& source, int64_t first) {
+                                           bool ignores_grad, const Keeping& keeping, const Randomness& source,
+                                           int64_t first) {
   using P = typename Where::P;
   using A = typename Where::A;
   using S = typename Where::S;
@@ -91,8 +92,8 @@ __device__ __forceinline__ void step_piece(const How& how, const Where& at, DTyp
     P::template decode<T, kCount>(raw_g, at.dtypes[kGrad], x);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      g[j] = how.has_accum ? add_contribution(g[j], s.scale, x[j]) : first_contribution(s.scale, x[j]);
-      g[j] = rounded_to(sum_dtype, g[j]);
+      if (!how.has_accum) g[j] = rounded_to(sum_dtype, first_contribution(s.scale, x[j]));
+      else if (!ignores_grad) g[j] = rounded_to(sum_dtype, add_contribution(g[j], s.scale, x[j]));
     }
   }
   if constexpr (How::kKept) keeping.decode(kept, p);
@@ -148,6 +149,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfStep<P, kWidestOf<P, A, S>,
     return;
   }
   const StepScalars<T> s = load_scalars<T>(slot);
+  const bool ignores_grad = how.has_grad && how.has_accum && global_load(&slot.ignores_grad);
   const Keeping keeping{table.weights, std::is_same_v<P, As<bf16>> ? DType::bf16 : table.dtypes[kParam],
                         table.dtypes[kMaster]};
   Randomness source;
@@ -163,13 +165,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfStep<P, kWidestOf<P, A, S>,
   Places<P, A, S> at(data, table.dtypes, part.start + thread * kCount);
 #pragma unroll 1
   for (int i = thread * kCount; i < end; i += kCount * kThreads) {
-    step_piece<T, kCount>(how, at, sum_dtype, s, keeping, source, part.start + i);
+    step_piece<T, kCount>(how, at, sum_dtype, s, ignores_grad, keeping, source, part.start + i);
     at.advance(kCount * kThreads);
   }
   Places<P, A, S> rest(data, table.dtypes, part.start + end + thread);
 #pragma unroll 1
   for (int i = end + thread; i < part.count; i += kThreads) {
-    step_piece<T, 1>(how, rest, sum_dtype, s, keeping, source, part.start + i);
+    step_piece<T, 1>(how, rest, sum_dtype, s, ignores_grad, keeping, source, part.start + i);
     rest.advance(kThreads);
   }
 }

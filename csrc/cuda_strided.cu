@@ -49,12 +49,14 @@ constexpr unsigned kStridedBlocks = 1 << 16;  // at most; each works on as many 
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) accumulate_strided(const __grid_constant__ StridedRow row) {
-  const T scale = static_cast<T>(row.scale);
+  const Scale<T> scale(row);
   for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < row.numel; i += kStridedBlocks * int64_t(kThreads)) {
     const Element element(row, i);
+    if (scale.nothing && row.has_accum) continue;
     const T g = element.load<T>(kGrad);
-    element.store<T>(kAccum, row.has_accum ? add_contribution(element.load<T>(kAccum), scale, g)
-                                           : first_contribution(scale, g));
+    element.store<T>(kAccum, scale.nothing   ? T(0)
+                             : row.has_accum ? add_contribution(element.load<T>(kAccum), scale.value, g)
+                                             : first_contribution(scale.value, g));
   }
 }
 
@@ -65,9 +67,10 @@ __global__ void __launch_bounds__(kThreads) measure_strided(const __grid_constan
   FA_SHARED(Unit, units, Shared<T>::kUnits);
   const int64_t start = int64_t(blockIdx.x) * kChunkElements, rest = row.numel - start;
   const int count = int(rest < kChunkElements ? rest : kChunkElements);
+  const Scale<T> scale(row);
   for (int i = int(threadIdx.x); i < count; i += kThreads) {
-    const T sum[1] = {rounded_to(row.accum_dtype, first_contribution(static_cast<T>(row.scale),
-                                                                     Element(row, start + i).load<T>(kGrad)))};
+    const T g = Element(row, start + i).load<T>(kGrad);
+    const T sum[1] = {scale.nothing ? T(0) : rounded_to(row.accum_dtype, first_contribution(scale.value, g))};
     Shared<T>::store(units, i, sum);
   }
   store_squares<T>(units, count, row.squares + int64_t(blockIdx.x) * kSums);
@@ -76,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) measure_strided(const __grid_constan
 template <class T>
 __global__ void __launch_bounds__(kThreads) step_strided(const __grid_constant__ StridedRow row) {
   const ScalarSlot& slot = row.slots[row.slot];
-  const bool skip = global_load(&slot.skip);
+  const bool skip = global_load(&slot.skip), ignores_grad = global_load(&slot.ignores_grad);
   const StepScalars<T> s = load_scalars<T>(slot);
   const bool kept = sizeof(T) == 4 && row.weights != Weights::plain;
   const Keeping keeping{row.weights, row.dtypes[kParam], row.dtypes[kMaster]};
@@ -85,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) step_strided(const __grid_constant__
     const Element element(row, i);
     if (!skip) {
       T sum = row.has_accum ? element.load<T>(kAccum) : T(0);
-      if (row.has_grad) {
+      if (row.has_grad && !ignores_grad) {
         const T g = element.load<T>(kGrad);
         sum = row.has_accum ? add_contribution(sum, s.scale, g) : first_contribution(s.scale, g);
         sum = rounded_to(row.accum_dtype, sum);
@@ -136,7 +139,10 @@ __device__ double count_once(void* place, bool skip) {
 __global__ void __launch_bounds__(kThreads) count_updates(const __grid_constant__ CountTable table) {
   const int row = int(blockIdx.x * kThreads + threadIdx.x);
   if (row >= table.count) return;
-  const bool skip = table.found_inf && global_load(table.found_inf) != 0;
+  const double scale = table.device_scale ? global_load(&table.device_scale->wide) : table.scale;
+  const bool ignores_grad = table.device_scale && scale == 0;
+  const bool skip = (table.found_inf && global_load(table.found_inf) != 0) ||
+                    (ignores_grad && table.kind[row] & kOnlyGrad);  // nothing has contributed
   double coefficient = table.coefficient;
   if (table.grad_scale) coefficient *= 1 / double(global_load(table.grad_scale));
   if (table.clip) coefficient *= global_load(table.clip);
@@ -149,13 +155,14 @@ __global__ void __launch_bounds__(kThreads) count_updates(const __grid_constant_
     hyper.lr = hyper.device_lr_is_double ? global_load(static_cast<const double*>(hyper.device_lr))
                                          : double(global_load(static_cast<const float*>(hyper.device_lr)));
   }
-  const StepScalars<double> s = step_scalars(hyper, t, table.scale, coefficient);
+  const StepScalars<double> s = step_scalars(hyper, t, scale, coefficient);
   ScalarSlot* const slot = table.slots + row;
   if (table.kind[row] & kSlotIsDouble) store_scalars<double>(slot, s);
   else store_scalars<float>(slot, s);
   global_store(&slot->skip, uint32_t(skip));
   global_store(&slot->parameter, table.parameter[row]);
   global_store(&slot->step, uint32_t(t));
+  global_store(&slot->ignores_grad, uint32_t(ignores_grad));
 }
 
 // A block for every row; the order is that of BlockSquares in cpu_launch.cpp.

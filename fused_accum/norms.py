@@ -52,11 +52,22 @@ class Factors(NamedTuple):
     def on(self, device: torch.device) -> Factors:
         return Factors(*(f if f is None else f.to(device, non_blocking=True) for f in self))
 
+    def and_(self, known: Factors) -> Factors:
+        """Both; ``known`` has both factors."""
+        clip = known.clip if self.clip is None else self.clip * known.clip
+        return Factors(clip, known.skip if self.skip is None else torch.maximum(self.skip, known.skip))
+
+
+def divided_by(total: Tensor) -> Factors:
+    """What divides by ``total``, a sum of weights on a device, and drops the window where that is 0."""
+    empty = total == 0
+    return Factors(1 / torch.where(empty, 1.0, total), empty.float())
+
 
 class Norms:
     """The norms of one step's gradient, where they were found; ``value``: the global one, where the host knows it."""
 
-    def __init__(self, buckets: Sequence[Bucket], coefficient: float) -> None:
+    def __init__(self, buckets: Sequence[Bucket], coefficient: float | Tensor) -> None:
         self.coefficient = coefficient
         self.value: float | None = None
         self.parts = [(b.params, b.name_of, b.measured, b.squares) for b in buckets if b.measured]

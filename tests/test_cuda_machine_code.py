@@ -131,8 +131,8 @@ def pieces(sizes: list[int], elements: int) -> int:
 def test_the_kernels_are_all_here():
     names = [kernel.name.partition("<")[0] for kernel in kernels() if kernel.arch == "sm_90"]
     assert {name: names.count(name) for name in names} == {
-        # fp32, bf16, fp64 and any; first or not; with sums of squares or not; all but fp64 and any, without those sums,
-        # also with the small table
+        # fp32, bf16, fp64 and any; first or not; with sums of squares or not; fp32 and bf16, without those sums, also
+        # with the small table
         "accumulate_rows": 4 * 2 * 2 + 2 * 2,
         # fp32 and bf16 with either table, fp64; from the gradient, from the buffer, from both; amsgrad or not. As the
         # launch says: bf16 that keeps more, with either table; any dtypes, and any that keep more

@@ -45,18 +45,20 @@ def executor(
     skip: Tensor | None = None,
     clip: Tensor | None = None,
     squares: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Any:
     """What runs rows on ``device``, on its current stream.
 
     Of a step: ``slots``, memory for its rows' scalars; ``divisor`` and ``skip``, one float32 each on the device:
     what the coefficient is divided by, as a GradScaler's grad_scale; not 0 for no update, as its found_inf; ``clip``,
     one float64, multiplies the coefficient. Where sums of squares are wanted: ``squares``, memory for them.
+    ``scale``: what the micro-batch is multiplied by instead of the call's scale, as ``device_scale`` makes it.
     """
     stream = current_stream(device)
     handle = 0 if stream is None else stream.cuda_stream
     if slots is not None and stream is not None:
         slots.record_stream(stream)
-    factors = {"grad_scale": divisor, "found_inf": skip, "clip": clip}
+    factors = {"grad_scale": divisor, "found_inf": skip, "clip": clip, "scale": scale}
     given = {name: t.data_ptr() for name, t in factors.items() if t is not None}
     for one, many, t in (("slots", "slot_count", slots), ("squares", "square_count", squares)):
         if t is not None:
@@ -68,13 +70,22 @@ def slots_for(rows: int, device: torch.device) -> Tensor:
     return torch.empty(rows, _C.SLOT_BYTES, dtype=torch.uint8, device=device)
 
 
+def device_scale(scale: Tensor) -> Tensor:
+    """``scale``, 0-dim float64 on the device, as kernels read it: struct DeviceScale of csrc/cuda_kernels.h."""
+    both = scale.repeat(2)
+    both.view(torch.float32)[2] = scale
+    return both
+
+
 class CudaBucket(NativeBucket):
     module = _C
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.slots: Tensor | None = None
-        self.scratch: Tensor | None = None  # of the last call: alive until its kernels are in the stream
+        # Of a call: alive until its kernels are in the stream.
+        self.scratch: Tensor | None = None
+        self.scale: Tensor | None = None
 
     def stream(self) -> Any:
         return current_stream(self.device)
@@ -84,10 +95,15 @@ class CudaBucket(NativeBucket):
             with torch.inference_mode(False):
                 self.slots = slots_for(len(self.params), self.device)
         if not steps:
-            return executor(self.device, squares=self.room_for_squares())
+            return executor(self.device, squares=self.room_for_squares(), scale=self.scale)
         if factors is None:
-            return executor(self.device, self.slots, *self.factors)
-        return executor(self.device, self.slots, None, factors.skip, factors.clip)
+            return executor(self.device, self.slots, *self.factors, scale=self.scale)
+        return executor(self.device, self.slots, None, factors.skip, factors.clip, scale=self.scale)
+
+    def by_value(self, scale: float | Tensor) -> float:
+        on_device = isinstance(scale, Tensor)
+        self.scale = device_scale(scale) if on_device else None
+        return 1.0 if on_device else scale
 
     def room_for_squares(self) -> Tensor | None:
         """Memory for the sums that those of what ``collect`` found are made of."""
@@ -105,6 +121,10 @@ class CudaBucket(NativeBucket):
         if stays and (group["capturable"] or lr.device.type != "cpu"):
             return _C.Hyper(hyper, lr.data_ptr(), lr.dtype == torch.float64)
         return _C.Hyper(hyper)
+
+    def release(self) -> None:
+        super().release()
+        self.scratch = self.scale = None
 
     def reads_factors(self, grad_scale: Tensor | None, found_inf: Tensor) -> bool:
         return all(
@@ -126,6 +146,7 @@ def _why_not(index: int) -> str | None:
 class Cuda(Backend):
     name = "cuda"
     bucket_type = CudaBucket
+    scales_on_device = True
     skips_on_device = True
 
     def why_not(self, device: torch.device) -> str | None:

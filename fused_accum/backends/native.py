@@ -38,6 +38,10 @@ class NativeBucket(Bucket):
     def native_hyper(self, hyper: Hyper, group: dict[str, Any]) -> Any:
         return self.module.Hyper(hyper)
 
+    def by_value(self, scale: float | Tensor) -> float:
+        """What to give to the native calls; a scale on the device goes to their executors instead."""
+        return scale
+
     def stream(self) -> Any:
         """The torch stream that the coming call's kernels go to, for the allocator; None where there is none."""
         return None
@@ -78,11 +82,12 @@ class NativeBucket(Bucket):
         self.grads = None
 
     def accumulate(self, scale: float) -> None:
-        address = 0 if self.all_squares is None else self.all_squares.data_ptr()
+        address, scale = 0 if self.all_squares is None else self.all_squares.data_ptr(), self.by_value(scale)
         self.table.accumulate(self.present, scale, self.executor(False), self.stream(), self.known, address)
 
     def sum_up(self, scale: float) -> None:
         code, address = PARAMETER_DTYPES.index(self.options.accum_dtype), self.all_squares.data_ptr()
+        scale = self.by_value(scale)
         self.measured = self.table.sum_up(
             self.present, scale, code, self.executor(False), self.stream(), self.known, address
         )
@@ -90,6 +95,7 @@ class NativeBucket(Bucket):
 
     def measure_gradients(self, scale: float) -> None:
         code, squares = PARAMETER_DTYPES.index(self.options.accum_dtype), self.new_squares()
+        scale = self.by_value(scale)
         self.measured = self.table.measure_gradients(scale, code, self.executor(False), squares.data_ptr())
         self.squares = self.those_measured(squares)
 
@@ -122,7 +128,7 @@ class NativeBucket(Bucket):
         coefficient: float,
         factors: norms.Factors | None = None,
     ) -> None:
-        code = PARAMETER_DTYPES.index(self.options.accum_dtype)
+        code, scale = PARAMETER_DTYPES.index(self.options.accum_dtype), self.by_value(scale)
         present = bytes(self.present)
         self.table.step(
             self.native_hypers, self.present, code, scale, coefficient, self.executor(True, factors), self.stream()
