@@ -85,7 +85,7 @@ __device__ __forceinline__ void step_piece(const How& how, const Where& at, DTyp
   raw_v = S::template load<kCount>(at.exp_avg_sq, at.dtypes[kExpAvgSq]);
   if (how.amsgrad) raw_v_max = S::template load<kCount>(at.max_exp_avg_sq, at.dtypes[kMaxExpAvgSq]);
 
-  T g[kCount], p[kCount], m[kCount], v[kCount], v_max[kCount];
+  T g[kCount] = {}, p[kCount], m[kCount], v[kCount], v_max[kCount] = {};
   if (how.has_accum) A::template decode<T, kCount>(raw_a, at.dtypes[kAccum], g);
   if (how.has_grad) {
     T x[kCount];

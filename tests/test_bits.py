@@ -184,6 +184,7 @@ def test_kept_weights_in_layouts(on, kept):
 
 
 @pytest.mark.parametrize("accum_dtype", [torch.float32, torch.bfloat16], ids=["accum-fp32", "accum-bf16"])
+@pytest.mark.filterwarnings("ignore:the scales of this window")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_sums_of_squares(on, dtype, accum_dtype, monkeypatch):
     """Of buffers as they are written, of those that miss the last micro-batch, and of gradients (N=1)."""
