@@ -120,6 +120,6 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def factors(norm: Tensor, max_norm: float | None, skip: bool) -> Factors:
-    """The same on the device of ``norm``."""
-    clip = None if max_norm is None else (max_norm / (norm + EPS)).clamp(max=1.0)
+    """The same on the device of ``norm``; a number over a tensor would be rounded twice."""
+    clip = None if max_norm is None else (torch.full_like(norm, max_norm) / (norm + EPS)).clamp(max=1.0)
     return Factors(clip, (~norm.isfinite()).float() if skip else None)

@@ -28,7 +28,7 @@ def on_device(monkeypatch):
     """Makes kernels go to a device and stream of choice: CPU tensors have neither."""
 
     def use(device, stream):
-        def executor(_, slots=None, *factors, squares=None):
+        def executor(_, slots=None, *factors, **more):
             place = () if slots is None else (slots.data_ptr(), len(slots))
             return cuda._C.Cuda(device, stream, *place)
 
@@ -143,6 +143,7 @@ def test_many_tensors_take_few_launches(emulation, count, kind, launches):
         assert kinds == ["CountTable"] * (call == opt.step) + [kind] * launches
 
 
+@pytest.mark.filterwarnings("ignore:the scales of this window")
 def test_sums_of_squares_take_no_pass_of_their_own(emulation):
     """Kernels of an accumulation leave those of blocks; of a single gradient one read gives them."""
     params = parameters((5000,), (64,), (0,))
