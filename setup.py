@@ -17,7 +17,7 @@ Environment variables, all optional:
     FUSED_ACCUM_FORCE_CPP  1: a missing or failing compiler fails the installation
     NVCC                   the CUDA compiler, with arguments if any
     NVCCFLAGS              appended to every compilation by it
-    FUSED_ACCUM_CUDA_ARCHS compute capabilities to compile for ("80,90"; the highest also as PTX), or "none" for no
+    FUSED_ACCUM_CUDA_ARCHS compute capabilities to compile for ("80,90"; the lowest also as PTX), or "none" for no
                            CUDA; default: those of 80,86,89,90,100,120 that nvcc knows
     FUSED_ACCUM_FORCE_CUDA 1: a missing or failing nvcc fails the installation
 """
@@ -57,7 +57,7 @@ CUDA_ARCHS = ("80", "86", "89", "90", "100", "120")
 OLDEST_NVCC = (12, 1)  # from which on a kernel takes 32764 bytes of parameters
 
 # What both modules are made of.
-SHARED = ("lists.cpp", "rows.cpp", "table.cpp", "tensor_info.cpp")
+SHARED = ("bind_tables.cpp", "lists.cpp", "rows.cpp", "table.cpp", "tensor_info.cpp")
 
 # This one file is compiled once per instruction set; the module picks at run time.
 KERNELS = "cpu_kernels.cpp"
@@ -214,10 +214,15 @@ class Nvcc:
         ).stdout
 
     def flags(self) -> list[str]:
-        threads = min(os.cpu_count() or 1, len(self.archs))
-        newest = max(self.archs, key=lambda arch: int(re.match(r"\d+", arch)[0]))
-        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
-        return [*NVCC_FLAGS, *codes, f"-gencode=arch=compute_{newest},code=compute_{newest}", f"--threads={threads}"]
+        """One PTX of the lowest architecture serves all: to make it takes longest, and no kernel needs more of a GPU.
+        It is kept for the GPUs not named, newer ones too. What a suffix makes special ("90a") is compiled on its own.
+        """
+        plain = sorted((arch for arch in self.archs if arch.isdigit()), key=int)
+        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs if arch not in plain]
+        if plain:
+            real = ",".join(f"sm_{arch}" for arch in plain)
+            codes.append(f"-gencode=arch=compute_{plain[0]},code=[{real},compute_{plain[0]}]")
+        return [*NVCC_FLAGS, *codes, f"--threads={min(os.cpu_count() or 1, len(self.archs))}"]
 
 
 def cpu_units(compiler: Compiler) -> list[Unit]:

@@ -75,15 +75,23 @@ class Kernel(NamedTuple):
         return re.findall(r"As<\w+(?:::\w+)?>|[\w:]+(?:<\d+>)?", self.name.partition("<")[2])
 
 
-def compiled(source: Path, arch: str) -> list[Kernel]:
+def compiled(source: Path) -> list[Kernel]:
+    """For all of ARCHS, as setup.py has it: from one PTX, of the lowest."""
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder, "kernels.cubin")
-        flags = builder().NVCC_FLAGS
-        subprocess.run(
-            [*nvcc().command, *flags, f"-I{CSRC}", f"-arch=sm_{arch}", "-cubin", "-o", target, source],
-            check=True, capture_output=True,
-        )  # fmt: skip
-        cubin = target.read_bytes()
+
+        def make(what: str, arch: str, of: Path) -> Path:
+            made = Path(folder, f"{arch}.{what}")
+            subprocess.run(
+                [*nvcc().command, *builder().NVCC_FLAGS, f"-I{CSRC}", f"-{what}", f"-arch={arch}", "-o", made, of],
+                check=True, capture_output=True,
+            )  # fmt: skip
+            return made
+
+        ptx = make("ptx", f"compute_{ARCHS[0]}", source)
+        return [kernel for arch in ARCHS for kernel in read(arch, make("cubin", f"sm_{arch}", ptx).read_bytes())]
+
+
+def read(arch: str, cubin: bytes) -> list[Kernel]:
     usage, code = machine_code.resources(cubin), machine_code.instructions(cubin)
     readable = subprocess.run(["c++filt"], input="\n".join(usage), capture_output=True, text=True, check=True).stdout
     found = []
@@ -97,9 +105,8 @@ def compiled(source: Path, arch: str) -> list[Kernel]:
 
 @cache
 def kernels() -> list[Kernel]:
-    jobs = [(source, arch) for arch in ARCHS for source in sorted(CSRC.glob("cuda_*.cu"))]
     with ThreadPoolExecutor(2) as pool:
-        return [kernel for found in pool.map(lambda job: compiled(*job), jobs) for kernel in found]
+        return [kernel for found in pool.map(compiled, sorted(CSRC.glob("cuda_*.cu"))) for kernel in found]
 
 
 def streams(kernel: Kernel):
