@@ -127,7 +127,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         left alone; a call that finds no gradient at all counts nothing. Gradients are never written to.
 
         Args:
-            scale: number or 0-dim tensor, finite, >= 0.
+            scale: number or 0-dim tensor, finite, >= 0. The CUDA backend reads tensors on the GPU there, unchecked:
+                the host does not wait for them.
             weight: number or 0-dim tensor, finite, >= 0, in any unit (tokens, samples); all micro-batches of a
                 window have one or none has. 0 skips the add, even of NaN.
 
@@ -137,7 +138,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
                 requiring grad, cast or moved in mid-window); called in a backward or concurrently. Nothing has
                 changed then.
         """
-        scale, weight = pipeline.host_factors(scale, weight)
+        scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("accumulate"):
             pipeline.take_microbatch(self, scale, weight)
 
@@ -169,7 +170,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, weight = pipeline.host_factors(scale, weight)
+        scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("step"):
             message = pipeline.end_window(self, scale, weight)
         if message:

@@ -116,4 +116,5 @@ class StepInBackward:
             self.coefficient = 1.0 if self.weight is None else 1.0 / self.weight
 
     def _total(self, task: Task) -> float | None:
-        return self.run.window.total_weight(task.weight)
+        total = self.run.window.total_weight(task.weight)
+        return None if total is None else float(total)

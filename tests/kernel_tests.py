@@ -28,6 +28,11 @@ NAMES = (
     "amsgrad_switched_on_and_off",
     "inference_mode",
     "versions_are_bumped",
+    "replaced_parameters_refresh_the_masters",
+    "split_is_exact_and_rounds_ties_away",
+    "words_are_those_of_seed_step_parameter_and_element",
+    "masters_with_max_grad_norm_equal_fp32_adamw_with_clip",
+    "not_finite_without_skipping_is_as_in_torch",
 )
 
 # Of master weights, stochastic rounding, clipping and skipping.

@@ -17,6 +17,7 @@ class Backend:
     name: str
     bucket_type: type[Bucket] = Bucket
     skips_on_device = False  # whether an update obeys ``Factors.skip``, so that the host need not know
+    scales_on_device = False  # whether its buckets take a micro-batch's factor as a float64 tensor on their device
     keeps_weights = True  # whether it knows master weights and stochastic rounding
 
     def why_not(self, device: torch.device) -> str | None:
