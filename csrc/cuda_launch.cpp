@@ -65,14 +65,15 @@ bool fits_table(const Row& row, const KernelKey& key) {
 }
 
 // What cannot be read element by element faults on a GPU, and takes every later call of the process with it.
+void refuse_misaligned(const void* data, DType dtype) {
+  if (reinterpret_cast<uintptr_t>(data) % size_of(dtype)) {
+    throw std::invalid_argument("a tensor's memory does not start at a multiple of its element size; clone it");
+  }
+}
+
 void refuse_misaligned(const std::vector<Row>& rows) {
   for (const Row& row : rows) {
-    for (int k = 0; k < kTensors; ++k) {
-      const Operand& t = operand(row, k);
-      if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype)) {
-        throw std::invalid_argument("a tensor's memory does not start at a multiple of its element size; clone it");
-      }
-    }
+    for (int k = 0; k < kTensors; ++k) refuse_misaligned(operand(row, k).data, operand(row, k).dtype);
   }
 }
 
@@ -247,6 +248,15 @@ void CudaExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers
   run_counts(rows, hypers, slots_, scale, coefficient, factors_, stream_);
   if (!one_by_one) return run_rows(rows, 0, rows.size(), true, slots_, scale, stream_);
   for (size_t i = 0; i < rows.size(); ++i) run_rows(rows, i, i + 1, true, slots_, scale, stream_);
+}
+
+void cuda_scatter_rows(int device, uint64_t stream, const ScatterJob& job) {
+  for (auto [place, dtype] : {std::pair<const void*, DType>(job.accum, job.accum_dtype), {job.grad, job.grad_dtype}}) {
+    refuse_misaligned(place, dtype);
+  }
+  if (job.tokens == 0 || job.width == 0) return;
+  const DeviceGuard guard(device);
+  launch_scatter(job, reinterpret_cast<cudaStream_t>(stream));
 }
 
 std::string why_no_cuda(int device) {
