@@ -138,8 +138,8 @@ def draw(result: dict[str, Any]) -> Any:
     plt = results.pyplot()
     rows = result["rows"]
     lists, dtypes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("list", "dtype"))
-    colours = dict(zip([OURS, *dict.fromkeys(row["peer"] for row in rows)],
-                       ("#1f4e9c", "#c0392b", "#999999", "#d9a441", "#2a9d8f", "#8d5a97", "#7f8c3a", "#444444")))  # fmt: skip
+    palette = ("#1f4e9c", "#c0392b", "#999999", "#d9a441", "#2a9d8f", "#8d5a97", "#7f8c3a", "#444444")
+    colours = dict(zip([OURS, *dict.fromkeys(row["peer"] for row in rows)], palette))
     figure, grid = plt.subplots(len(lists), len(dtypes), figsize=(5.5 * len(dtypes), 3.4 * len(lists)), squeeze=False)
     for axes, (name, dtype) in zip(grid.flat, product(lists, dtypes)):
         here = [row for row in rows if (row["list"], row["dtype"]) == (name, dtype)]

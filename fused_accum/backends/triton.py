@@ -210,7 +210,8 @@ class Triton(Backend):
             kernel.scatter_kernel[(tokens * parts,)](
                 accum, grad, rows, order, ends, width, parts, -1 if skip is None else skip,
                 *(triton_dtypes()[d] for d in (arithmetic(accum.dtype), accum.dtype, grad.dtype)),
-                ALIGNED=all(place % ALIGNMENT == 0 for place in places), BLOCK=block, num_warps=max(1, warps_of(block // 8)), enable_fp_fusion=False,
+                ALIGNED=all(place % ALIGNMENT == 0 for place in places), BLOCK=block,
+                num_warps=max(1, warps_of(block // 8)), enable_fp_fusion=False,
             )  # fmt: skip
 
     def pick(self, t: Tensor, places: Sequence[int]) -> Tensor:
