@@ -99,6 +99,12 @@ class Runtime:
                 "and others not; load a checkpoint into the model and, with load_state_dict(), into the optimizer"
             )
 
+    def reseed(self, rounding_seed: int) -> None:
+        """Go on with this seed; buckets, which hold it, are made anew."""
+        if rounding_seed != self.options.rounding_seed:
+            self.options = self.options._replace(rounding_seed=rounding_seed)
+            self._members = []
+
     # -- accumulation in backward -----------------------------------------------------------------------------
 
     def start_backward(
