@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .direct_ops import add_product, add_row_sum
+from .entry import never_compiled
 from .slots import Slot
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class DirectLinear(_Direct):
         return F.linear(x, used.t() if transposed else used, offset)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
             return (None,) * 6
@@ -145,6 +147,7 @@ class DirectEmbedding(_Direct):
         return F.embedding(index, weight, padding)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, g: Tensor | None) -> tuple[None, ...]:
         if g is None:
             return (None,) * 4
@@ -190,6 +193,7 @@ def _linear(module: nn.Module, x: Tensor, transposed: bool) -> Tensor | None:
 
 def _linear_forward() -> Any:
     # Pickle finds a bound method by its name: a copy then has the class's own forward.
+    @never_compiled
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         y = _linear(self, x, False)
         return F.linear(x, self.weight, self.bias) if y is None else y
@@ -198,6 +202,7 @@ def _linear_forward() -> Any:
 
 
 def _conv1d_forward() -> Any:
+    @never_compiled
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         y = _linear(self, x, True)
         return type(self).forward(self, x) if y is None else y
@@ -206,6 +211,7 @@ def _conv1d_forward() -> Any:
 
 
 def _embedding_forward() -> Any:
+    @never_compiled
     def forward(self: nn.Embedding, index: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             _refuse_compile()

@@ -17,6 +17,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
+from .entry import never_compiled
+
 current_task_id = torch._C._current_graph_task_id  # -1 outside a backward
 _engine = torch.autograd.Variable._execution_engine
 
@@ -29,6 +31,7 @@ class _Finish:
     def __init__(self, tasks: GraphTasks, id: int) -> None:
         self.tasks, self.id = tasks, id
 
+    @never_compiled
     def __call__(self) -> None:
         self.tasks._finish(self.id)
 
@@ -104,6 +107,7 @@ class GraphTasks:
         self.awaited.add(task)
         handles: list[Any] = []
 
+        @never_compiled
         def heard(*_: Any) -> None:
             for handle in handles:
                 handle.remove()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .entry import never_compiled
 from .graph_tasks import GraphTasks, current_task_id
 from .slots import RequiringGrad, Slot, accept_any_dtype, refuse_second_owner, remove_hooks, trains
 from .state import PARAMETER_DTYPES
@@ -74,6 +75,7 @@ class InBackward(WindowInGrad):
     def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
         tasks, session = self.tasks, self
 
+        @never_compiled
         def hook(p: Tensor) -> None:
             if current_task_id() != tasks.current:
                 tasks.touch()

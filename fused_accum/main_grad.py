@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .entry import never_compiled
 from .graph_tasks import current_task_id
 from .in_backward import InBackward
 from .slots import Slot, trains
@@ -60,6 +61,7 @@ class MainGrad(InBackward):
         """Runs before autograd adds: a dummy must not be added to the buffer that p.grad is."""
         session = self
 
+        @never_compiled
         def guard(_: Tensor | None) -> None:
             p = slot.param()
             if session.stepping is not None:
@@ -77,6 +79,7 @@ class MainGrad(InBackward):
     def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
         tasks, session = self.tasks, self
 
+        @never_compiled
         def hook(p: Tensor) -> None:
             run = session.run()
             if run is None or getattr(p, "main_grad", None) is None:
