@@ -61,7 +61,7 @@ def hooked(step: Callable) -> Callable:
 
     @functools.wraps(step)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        needed = (
+        needed = type(self).step is entry and (  # else torch has wrapped the subclass's own step, which calls this
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks

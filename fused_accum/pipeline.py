@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from . import norms
+from . import checks, norms
 from .buckets import Bucket
 from .state import Hyper, complete
 from .window import host_number
@@ -97,6 +97,8 @@ def end_window(opt: FusedAccumAdamW, scale: float, weight: float | None) -> str 
         total = run.window.total_weight(weight if found else None)
         if found_inf or (total == 0 and run.window.microbatches):
             return _abandon_window(opt, buckets, found_inf)
+        if any(bucket.device.type == "cuda" for bucket in buckets):
+            checks.check_capture(opt.param_groups)
         hypers = [Hyper.of(group) for group in opt.param_groups]
         before = _without_state(opt) if run.options.skip_nonfinite == "step" else []
         for bucket in buckets:
