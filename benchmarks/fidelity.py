@@ -55,7 +55,7 @@ class Size(NamedTuple):
     compared: tuple[float, ...] = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
 
 
-FULL = Size(width=64, layers=2, context=64, passages=4, microbatches=4, steps=300, seeds=6)
+FULL = Size(width=48, layers=2, context=64, passages=2, microbatches=4, steps=200, seeds=6, max_bytes=1 << 20)
 QUICK = Size(width=32, layers=1, context=32, passages=4, microbatches=2, steps=60, seeds=3, max_bytes=1 << 19)
 
 
