@@ -76,8 +76,9 @@ def warn_mid_window_save(run: Runtime) -> None:
         run.warned_mid_window_save = True
         warnings.warn(
             f"state_dict() was taken in mid-window: it holds {run.window.microbatches} micro-batch(es) not yet "
-            "stepped. FusedAccumAdamW resumes from it exactly; torch.optim.AdamW and a flattened "
-            "torch.distributed.checkpoint drop that part. Save after step() to be independent of it",
+            "stepped. FusedAccumAdamW.load_state_dict() resumes from it exactly; torch.optim.AdamW, a flattened "
+            "state_dict of torch.distributed.checkpoint and its load(), which reads only what a fresh optimizer "
+            "has, drop that part. Save after step() to be independent of it",
             UserWarning,
             stacklevel=3,
         )
@@ -182,7 +183,7 @@ def pickled(opt: FusedAccumAdamW) -> dict[str, Any]:
 
 def unpickle(opt: FusedAccumAdamW, saved: dict[str, Any]) -> None:
     """Rebuild the runtime of a copy from ``pickled``'s result."""
-    run = opt._run = Runtime(saved["options"])
+    run = opt._run = Runtime(saved["options"], opt)
     run.skipped_steps, run.skipped_microbatches = saved.get("skipped", (0, 0))
     run.amp_requested = saved["amp_requested"]
     run.window = saved["window"]

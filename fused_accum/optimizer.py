@@ -89,11 +89,6 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         skip_nonfinite: str | None = None,
         backend: str = "auto",
     ) -> None:
-        if differentiable:
-            raise ValueError(
-                "differentiable=True: the fused update writes in place and records no graph; use "
-                "torch.optim.AdamW(differentiable=True) to differentiate through the optimizer"
-            )
         options = Options.checked(
             accum_dtype, state_dtype, backend, master_weights, stochastic_rounding, rounding_seed
         )
@@ -101,7 +96,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
             max_grad_norm=norms.checked_max_grad_norm(max_grad_norm),
             skip_nonfinite=norms.checked_skip_nonfinite(skip_nonfinite),
         )
-        self._run = Runtime(options)
+        self._run = Runtime(options, self)
         super().__init__(
             params,
             lr,
@@ -115,6 +110,11 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
+        if differentiable:
+            raise ValueError(
+                "differentiable=True: the fused update writes in place and records no graph; use "
+                "torch.optim.AdamW(differentiable=True) to differentiate through the optimizer"
+            )
 
     # -- a window -------------------------------------------------------------------------------------------
 
@@ -127,7 +127,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         left alone; a call that finds no gradient at all counts nothing. Gradients are never written to.
 
         Args:
-            scale: number or 0-dim tensor, finite, >= 0.
+            scale: number or 0-dim tensor, finite, >= 0. The CUDA backend reads tensors on the GPU there, unchecked:
+                the host does not wait for them.
             weight: number or 0-dim tensor, finite, >= 0, in any unit (tokens, samples); all micro-batches of a
                 window have one or none has. 0 skips the add, even of NaN.
 
@@ -137,7 +138,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
                 requiring grad, cast or moved in mid-window); called in a backward or concurrently. Nothing has
                 changed then.
         """
-        scale, weight = pipeline.host_factors(scale, weight)
+        scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("accumulate"):
             pipeline.take_microbatch(self, scale, weight)
 
@@ -169,7 +170,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, weight = pipeline.host_factors(scale, weight)
+        scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("step"):
             message = pipeline.end_window(self, scale, weight)
         if message:
@@ -299,6 +300,10 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         """Load a state_dict of this class or of torch.optim.AdamW; moments become ``state_dtype`` uncast by the
         parameter's dtype. An open window is discarded with a warning, a saved one restored."""
         run = self._run
+        owner = run.owner()
+        if owner is not self:  # the wrapper's attributes are not the optimizer's, which torch's loading assigns to
+            owner.load_state_dict(state_dict)
+            return
         dropped = run.window.microbatches
 
         def remember(_: Any, incoming: dict[str, Any]) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from . import backends, checks
 from ._native import same_objects
@@ -59,8 +61,11 @@ class Exclusive:
 
 
 class Runtime:
-    def __init__(self, options: Options) -> None:
+    """owner: the optimizer itself, for a method that runs on a wrapper and must assign attributes."""
+
+    def __init__(self, options: Options, owner: Optimizer) -> None:
         self.options = options
+        self.owner = weakref.ref(owner)
         self.window = Window()
         self.amp_requested = False
         self.incoming: dict[str, Any] | None = None

@@ -69,12 +69,13 @@ class StepInBackward:
                 bucket.present[:] = bucket.present.replace(bytes([BY_GRAD]), b"\x01")
             self.session, self.temporary = session, not installed
             session.stepping = self
-            session.ready = None
+            session.watch(None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self.session.stepping = None
+        self.session.watch(None)
         if error is not None:
             self.run.half_applied = f"{kind.__name__}: {error}"
         else:
@@ -116,4 +117,5 @@ class StepInBackward:
             self.coefficient = 1.0 if self.weight is None else 1.0 / self.weight
 
     def _total(self, task: Task) -> float | None:
-        return self.run.window.total_weight(task.weight)
+        total = self.run.window.total_weight(task.weight)
+        return None if total is None else float(total)

@@ -16,13 +16,17 @@ class Pending(NamedTuple):
     weight: float
 
 
-def host_number(name: str, value: Any) -> float:
-    """``value`` (a number or a 0-dim tensor) as a float; raises unless it is finite and not negative."""
+def refuse_dimensions(name: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.dim() != 0:
         raise ValueError(
             f"{name} is a tensor of shape {tuple(value.shape)}; it must be a number or a 0-dim tensor: "
             f"pass {name}.sum() or {name}.item()"
         )
+
+
+def host_number(name: str, value: Any) -> float:
+    """``value`` (a number or a 0-dim tensor) as a float; raises unless it is finite and not negative."""
+    refuse_dimensions(name, value)
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
         raise TypeError(f"{name} is {value!r}; it must be a number or a 0-dim tensor")
     number = float(value)
@@ -33,7 +37,10 @@ def host_number(name: str, value: Any) -> float:
 
 
 class Window:
-    """Counts and sums of the open window, in float64 on the host."""
+    """Counts and sums of the open window, in float64 on the host; ``weight`` where its micro-batches' were.
+
+    began_state: the optimizer had no state before it.
+    """
 
     def __init__(self) -> None:
         self.previous_scale_sum: float | None = None
@@ -43,9 +50,10 @@ class Window:
     def clear(self) -> None:
         self.microbatches = 0
         self.weighted = False
-        self.weight = 0.0
+        self.weight: float | Tensor = 0.0
         self.scale_sum = 0.0
         self.scaled = 0
+        self.began_state = False
         self.rejected = 0  # by skip_nonfinite="microbatch": in none of the other counts
 
     def emptied(self) -> Window:
@@ -56,9 +64,9 @@ class Window:
 
     @property
     def pending(self) -> Pending:
-        return Pending(self.microbatches, self.weight)
+        return Pending(self.microbatches, float(self.weight))
 
-    def refuse_mixing(self, weight: float | None) -> None:
+    def refuse_mixing(self, weight: float | Tensor | None) -> None:
         if self.microbatches and self.weighted != (weight is not None):
             have, got = ("a weight", "none") if self.weighted else ("no weight", "one")
             raise ValueError(
@@ -67,25 +75,25 @@ class Window:
                 "window with step() or zero_grad() first"
             )
 
-    def add(self, scale: float, weight: float | None) -> None:
+    def add(self, scale: float | Tensor, weight: float | Tensor | None) -> None:
         """Count one micro-batch; call ``refuse_mixing`` first."""
         self.microbatches += 1
-        if weight is None:
+        if weight is not None:
+            self.weighted = True
+            self.weight = self.weight + weight
+        elif not isinstance(scale, Tensor):  # else the host does not know how the sums compare
             self.scale_sum += scale
             self.scaled += 1
-        else:
-            self.weighted = True
-            self.weight += weight
 
     def count(self) -> None:
         """Count one micro-batch that came with its scale already in its gradient."""
         self.microbatches += 1
 
-    def total_weight(self, weight: float | None) -> float | None:
+    def total_weight(self, weight: float | Tensor | None) -> float | Tensor | None:
         """The window's sum of weights with one more micro-batch of ``weight``; None without weights."""
         if weight is None and not self.weighted:
             return None
-        return self.weight + (weight or 0.0)
+        return self.weight if weight is None else self.weight + weight
 
     def close(self) -> str | None:
         """End the window; returns what to warn of: that all of it was rejected, or (once) that its scales add up to
@@ -116,7 +124,7 @@ class Window:
         """The open window as plain group entries of a mid-window ``state_dict``."""
         return {
             "accum_microbatches": self.microbatches,
-            "accum_weight": self.weight,
+            "accum_weight": float(self.weight),
             "accum_weighted": self.weighted,
             "accum_scale_sum": self.scale_sum,
             "accum_scaled": self.scaled,
