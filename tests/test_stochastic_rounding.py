@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +17,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from benchmarks.loops import MODES as LOOPS
+from benchmarks.loops import begin
 from fused_accum import FusedAccumAdamW, backends
 from fused_accum.backends import rounding
 
 pytestmark = pytest.mark.filterwarnings("error")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MODES = [mode for mode in LOOPS if mode != "explicit"]
 every_dtype = pytest.mark.parametrize("dtype", [DTYPES[name] for name in LOW_PRECISION], ids=LOW_PRECISION)
 
 
@@ -124,6 +128,42 @@ def test_threads_and_repetition_do_not_matter(make, dtype):
         results.append([p.detach() for p in params_of(opt)])
     for other in results[1:]:
         assert all(same_bits(a, b) for a, b in zip(results[0], other))
+
+
+@every_dtype
+def test_grouping_and_company_do_not_matter(make, dtype):
+    """One group or three, beside parameters of other dtypes, with gradients or without: the place alone counts."""
+    start = [*parameters((70,), (65,), dtype=dtype), *parameters((33,)), *parameters((129,), dtype=dtype)]
+    grads = [[values(p.shape, p.dtype) for p in start] for _ in range(3)]
+    found = []
+    for split in (False, True):
+        params = copies(start)
+        groups = [{"params": params[:1]}, {"params": params[1:3]}, {"params": params[3:]}] if split else params
+        opt = make(groups, lr=0.1)
+        for gs in grads:
+            for i, (p, g) in enumerate(zip(params, gs)):
+                p.grad = None if split and i == 0 else g.clone()
+            opt.step()
+        found.append(params[1:])
+    assert all(same_bits(p, q) for p, q in zip(*found))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@every_dtype
+def test_every_mode_has_the_same_bits(make, dtype, mode):
+    found = []
+    for how in ("explicit", mode):
+        torch.manual_seed(6)
+        model = torch.nn.Linear(6, 5).to(dtype)
+        opt = make(model.parameters(), lr=0.1, rounding_seed=4)
+        handle = begin(how, opt, model)
+        for window in (1, 3, 2):
+            for k in range(window):
+                x, g = torch.randint(-3, 3, (1, 6)).float().exp2().to(dtype), values((1, 5), dtype)
+                batch = SimpleNamespace(tokens=2**k, ends_window=k == window - 1)
+                LOOPS[how](opt, (model(x) * g).sum(), batch)
+        found.append((opt, handle))
+    assert_same_run(found[0][0], found[1][0])
 
 
 @every_dtype
