@@ -116,7 +116,10 @@ def compiled(case: str, target: str):
     if kernel is triton_scatter.scatter_kernel:
         tensors = {"accum": constants["ACCUM_DTYPE"], "grad": constants["GRAD_DTYPE"]}
     signature |= {name: f"*{dtype.name}" for name, dtype in tensors.items() if name in signature}
-    options = {"num_warps": kernels.THREADS // TARGETS[target].warp_size, "enable_fp_fusion": False}
+    threads = kernels.THREADS * (2 if kernel is kernels.squares_kernel else 1)
+    options = {"num_warps": threads // TARGETS[target].warp_size, "enable_fp_fusion": False}
+    if kernel is kernels.adamw_kernel and TARGETS[target].backend == "cuda":
+        options["maxnreg"] = kernels.REGISTERS
     return triton.compile(ASTSource(kernel, signature, constants), target=TARGETS[target], options=options)
 
 
