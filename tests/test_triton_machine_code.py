@@ -86,7 +86,6 @@ CASES = {
     "accumulate bf16 into fp32, first": accumulate(BF16, F32, False),
     "accumulate bf16 into fp32": accumulate(BF16, F32, True),
     "accumulate bf16 into bf16": accumulate(BF16, BF16, True),
-    "accumulate fp32, squared": accumulate(F32, F32, True, squared=True),
     "accumulate bf16 into fp32, squared": accumulate(BF16, F32, True, squared=True),
     "accumulate bf16 into fp32, first, squared": accumulate(BF16, F32, False, squared=True),
     "measure a bf16 gradient": measure(BF16, F32, True),
