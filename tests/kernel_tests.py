@@ -30,7 +30,7 @@ NAMES = (
     "versions_are_bumped",
 )
 
-# Of master weights, stochastic rounding, clipping and skipping.
+# Of master weights, stochastic rounding, clipping and skipping, and of an embedding's gradient added directly.
 PRECISION = (
     "everything_at_once",
     "replaced_parameters_refresh_the_masters",
@@ -50,6 +50,7 @@ PRECISION = (
     "one_micro_batch",
     "large_gradients_are_finite",
     "a_rejected_micro_batch_does_not_count",
+    "buffer_dtypes",
 )
 
 

@@ -57,7 +57,7 @@ def test_kernel_tests_in_the_interpreter():
 
 
 def test_precision_in_the_interpreter():
-    """Master weights, stochastic rounding, clipping and skipping."""
+    """Master weights, stochastic rounding, clipping and skipping, direct gradients."""
     interpret("-k", "[triton", *kernel_tests.found(kernel_tests.PRECISION))
 
 
