@@ -56,8 +56,7 @@ NVCC_FLAGS = (
 CUDA_ARCHS = ("80", "86", "89", "90", "100", "120")
 OLDEST_NVCC = (12, 1)  # from which on a kernel takes 32764 bytes of parameters
 
-# What both modules are made of.
-SHARED = ("bind_tables.cpp", "lists.cpp", "rows.cpp", "table.cpp", "tensor_info.cpp")
+SHARED = "shared.cpp"  # both modules link it; what it includes is not compiled on its own
 
 # This one file is compiled once per instruction set; the module picks at run time.
 KERNELS = "cpu_kernels.cpp"
@@ -228,13 +227,17 @@ class Nvcc:
 def cpu_units(compiler: Compiler) -> list[Unit]:
     isas = compiler.isas()
     have = tuple(f"-DFA_HAVE_{isa.upper()}" for isa in isas)
+    shared = CSRC / SHARED
+    included = re.findall(r'#include "(\w+\.cpp)"', shared.read_text()) if shared.exists() else []
     found = []
     for source in sorted(CSRC.glob("*.cpp")):
+        if source.name in included:
+            continue
         if source.name == KERNELS:
             for isa, flags in {"baseline": (), **isas}.items():
                 found.append(Unit(f"{source.stem}_{isa}.o", source, "cxx", (f"-DFA_ISA={isa}", *flags)))
         elif not source.name.startswith("cuda_"):
-            found.append(Unit(f"{source.stem}.o", source, "cxx", () if source.name in SHARED else have))
+            found.append(Unit(f"{source.stem}.o", source, "cxx", () if source == shared else have))
     if not found:
         raise CannotBuild(f"{CSRC} holds no C++ sources", "use a complete source distribution or clone")
     return found
@@ -302,7 +305,7 @@ def write_ninja(folder: Path, compiler: Compiler, nvcc: Nvcc | None, targets: di
         cpu = objects(cpu_units(compiler))
         ninja.build(os.path.relpath(targets["_C"], folder), "link", cpu)
         if nvcc:
-            own = objects(cuda_units(nvcc)) + [name for name in cpu if name.replace(".o", ".cpp") in SHARED]
+            own = objects(cuda_units(nvcc)) + [name for name in cpu if name == SHARED.replace(".cpp", ".o")]
             static = {"libraries": command(nvcc.cudart, "-lrt")}
             ninja.build(os.path.relpath(targets["_C_cuda"], folder), "link", own, variables=static)
 

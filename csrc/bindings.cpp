@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "bindings.h"
+#include "hook.h"
 #include "scatter.h"
 
 namespace fa {
@@ -9,14 +10,9 @@ namespace {
 
 // accum[index[t]] += grad[t], see cpu_scatter_rows: both tensors of two contiguous dimensions; index: address of int64.
 void scatter_rows(py::object accum, uintptr_t index, py::object grad, int64_t skip, int threads) {
-  TensorInfo a, g;
-  for (auto [tensor, info] : {std::pair(&accum, &a), std::pair(&grad, &g)}) {
-    const bool usable = read_tensor(tensor->ptr(), *info) && info->place == kCpu && info->ndim == 2 &&
-                        (info->numel == 0 || (info->strides[1] == 1 || info->sizes[1] == 1)) &&
-                        (info->numel == 0 || info->sizes[0] == 1 || info->strides[0] == info->sizes[1]);
-    if (!usable) throw std::invalid_argument("accum and grad must be contiguous CPU matrices of a supported dtype");
-  }
-  if (a.sizes[1] != g.sizes[1]) throw std::invalid_argument("accum and grad must have rows of one length");
+  const Matrices m(accum, grad);
+  const TensorInfo &a = m.accum, &g = m.grad;
+  if (!(a.place == kCpu)) throw std::invalid_argument("accum and grad must be on the CPU");
   py::gil_scoped_release release;
   cpu_scatter_rows(a.data, a.dtype, a.sizes[0], reinterpret_cast<const int64_t*>(index), g.data, g.dtype, g.sizes[0],
                    g.sizes[1], skip, threads);
@@ -40,4 +36,9 @@ PYBIND11_MODULE(_C, m) {
   py::class_<fa::CpuExecutor, fa::Executor>(m, "Cpu", py::module_local()).def(py::init<int>(), py::arg("threads"));
   m.def("same_objects", &fa::same_objects);
   m.def("scatter_rows", &fa::scatter_rows);
+  m.def("hook_types", [](py::object current_task_id) {
+    PyObject* types = fa::hook_types(current_task_id.ptr());
+    if (!types) throw py::error_already_set();
+    return py::reinterpret_steal<py::tuple>(types);
+  }, py::arg("current_task_id"));
 }

@@ -54,14 +54,15 @@ bool fits_table(const Row& row, const KernelKey& key) {
 }
 
 // What cannot be read element by element faults on a GPU, and takes every later call of the process with it.
+void refuse_misaligned(const void* data, DType dtype) {
+  if (reinterpret_cast<uintptr_t>(data) % size_of(dtype)) {
+    throw std::invalid_argument("a tensor's memory does not start at a multiple of its element size; clone it");
+  }
+}
+
 void refuse_misaligned(const std::vector<Row>& rows) {
   for (const Row& row : rows) {
-    for (int k = 0; k < kTensors; ++k) {
-      const Operand& t = operand(row, k);
-      if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype)) {
-        throw std::invalid_argument("a tensor's memory does not start at a multiple of its element size; clone it");
-      }
-    }
+    for (int k = 0; k < kTensors; ++k) refuse_misaligned(operand(row, k).data, operand(row, k).dtype);
   }
 }
 

@@ -149,6 +149,15 @@ void CudaExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers
   }
 }
 
+void cuda_scatter_rows(int device, uint64_t stream, const ScatterJob& job) {
+  for (auto [place, dtype] : {std::pair<const void*, DType>(job.accum, job.accum_dtype), {job.grad, job.grad_dtype}}) {
+    refuse_misaligned(place, dtype);
+  }
+  if (job.tokens == 0 || job.width == 0) return;
+  const DeviceGuard guard(device);
+  launch_scatter(job, reinterpret_cast<cudaStream_t>(stream));
+}
+
 std::string why_no_cuda(int device) {
   int count = 0, driver = 0;
   const auto text = [](cudaError_t error) {

@@ -50,6 +50,9 @@ class CudaExecutor : public Executor {
   const Factors factors_;
 };
 
+// One scatter, see ScatterJob, on a device and stream, as CudaExecutor runs rows.
+void cuda_scatter_rows(int device, uint64_t stream, const ScatterJob& job);
+
 // "" where the kernels run on `device` of this machine, else what CUDA says, and its versions.
 std::string why_no_cuda(int device);
 

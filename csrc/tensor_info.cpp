@@ -144,6 +144,7 @@ TensorAttributes& tensor_attributes() {
 void set_tensor_class(PyObject* tensor_class) {
   tensor_attributes().grad.bind(tensor_class);
   tensor_attributes().requires_grad.bind(tensor_class);
+  tensor_attributes().version.bind(tensor_class);
   api = nullptr;
   Ref capsule(PyObject_GetAttrString(tensor_class, "__dlpack_c_exchange_api__"));
   if (!capsule) return PyErr_Clear();

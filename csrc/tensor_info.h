@@ -42,7 +42,7 @@ class TensorAttribute {
 };
 
 struct TensorAttributes {
-  TensorAttribute grad{"grad"}, requires_grad{"requires_grad"};
+  TensorAttribute grad{"grad"}, requires_grad{"requires_grad"}, version{"_version"};
 };
 TensorAttributes& tensor_attributes();
 

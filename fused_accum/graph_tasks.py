@@ -17,7 +17,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
-current_task_id = torch._C._current_graph_task_id  # -1 outside a backward
+from .slots import NO_TASK, Pulse, current_task_id
+
 _engine = torch.autograd.Variable._execution_engine
 
 
@@ -50,7 +51,7 @@ class Task:
 class GraphTasks:
     """The tasks that add to gradients of one optimizer.
 
-    current: id of the task whose hook came last, so that a hook needs one comparison.
+    pulse: with the id of the task whose hook came last, so that a hook needs one comparison.
     on_touch: called with a task before its first addition is counted in; may raise.
     on_finish: called with an outermost task when it has finished; may raise.
     awaited: nested tasks whose outer task has not been heard of since.
@@ -59,7 +60,7 @@ class GraphTasks:
 
     def __init__(self, on_touch: Callable[[Task], Any], on_finish: Callable[[Task], Any]) -> None:
         self.on_touch, self.on_finish = on_touch, on_finish
-        self.current: int | None = None
+        self.pulse = Pulse()
         self.running: dict[int, Task] = {}
         self.awaited: set[Task] = set()
         self.ever_nested = False
@@ -84,7 +85,7 @@ class GraphTasks:
         if not task.touched:
             task.touched = True
             self.on_touch(task)
-        self.current = task.id
+        self.pulse.task = task.id
         return task
 
     def unfinished(self) -> bool:
@@ -119,7 +120,7 @@ class GraphTasks:
 
     def _finish(self, id: int) -> None:
         task = self.running.pop(id)
-        self.current = None
+        self.pulse.task = NO_TASK
         if task.touched and not task.nested:
             self.on_finish(task)
 

@@ -15,8 +15,17 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .graph_tasks import GraphTasks, current_task_id
-from .slots import RequiringGrad, Slot, accept_any_dtype, refuse_second_owner, remove_hooks, trains
+from .graph_tasks import GraphTasks
+from .slots import (
+    RequiringGrad,
+    Slot,
+    accept_any_dtype,
+    address,
+    current_task_id,
+    refuse_second_owner,
+    remove_hooks,
+    trains,
+)  # fmt: skip
 from .state import PARAMETER_DTYPES
 from .window_in_grad import WindowInGrad
 
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class InBackward(WindowInGrad):
-    """The hooks of one optimizer. Hooks hold this object, and it holds no parameter: no cycle, no leak.
+    """The hooks of one optimizer. Neither they nor this object hold a parameter or a buffer: no leak.
 
     ready: called with (slot, parameter) after every hook, when set. stepping: while inside step_in_backward(), which
     finishing ends. installed: False once removed in mid-window, until the window ends: p.grad stays the authority
@@ -63,34 +72,23 @@ class InBackward(WindowInGrad):
         for p in bare:
             refuse_second_owner(run.name_of(p), p, self)
         for p in bare:
-            slot = self.slots.setdefault(id(p), Slot(p))
-            hook = self._hook(slot)
-            hook.owner = weakref.ref(self)
+            slot = self.slots.setdefault(id(p), Slot(p, self))
             with RequiringGrad(p):
-                slot.handle = p.register_post_accumulate_grad_hook(hook)
+                slot.handle = p.register_post_accumulate_grad_hook(slot)
             if p.dtype != run.options.accum_dtype_for(p) and p.grad is None:
                 accept_any_dtype(slot, p)
 
-    def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
-        tasks, session = self.tasks, self
-
-        def hook(p: Tensor) -> None:
-            if current_task_id() != tasks.current:
-                tasks.touch()
-            g = p.grad
-            if g is not None:
-                try:
-                    at = g.data_ptr()
-                except RuntimeError:  # no storage (sparse): refused there, by name
-                    at = None
-                if at != slot.ptr:
-                    session.adopt(slot, p)
-            if session.stepping is not None:
-                session.stepping.update(slot, p)
-            elif session.ready is not None:
-                session.ready(slot, p)
-
-        return hook
+    def hook(self, slot: Slot, p: Tensor) -> None:
+        """What the parameter's hook does, where it does not see at once that p.grad is the buffer, added to."""
+        if current_task_id() != self.tasks.pulse.task:
+            self.tasks.touch()
+        g = p.grad
+        if g is not None and address(g) != slot.ptr:
+            self.adopt(slot, p)
+        if self.stepping is not None:
+            self.stepping.update(slot, p)
+        elif self.ready is not None:
+            self.ready(slot, p)
 
     def remove(self) -> None:
         """Take all hooks out. A window that p.grad holds can still be stepped."""
@@ -146,7 +144,7 @@ class InBackward(WindowInGrad):
     def acquire(self, slot: Slot, p: Tensor) -> tuple[Tensor, bool]:
         """The buffer for something to be added to it in this backward, and whether it is the first contribution: the
         buffer is then to be overwritten, and ``expose`` to be called."""
-        if current_task_id() != self.tasks.current:
+        if current_task_id() != self.tasks.pulse.task:
             self.tasks.touch()
         bucket, row = self.run().find(p)
         g = p.grad
@@ -163,7 +161,7 @@ class InBackward(WindowInGrad):
 
     def added(self, slot: Slot, p: Tensor) -> None:
         """After ``acquire`` and the addition: p.grad is the buffer."""
-        self.tasks.running[self.tasks.current].direct = True
+        self.tasks.running[self.tasks.pulse.task].direct = True
         slot.contributions += 1
         if p.grad is None:
             self.expose(slot, *self.run().find(p))

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .graph_tasks import current_task_id
 from .in_backward import InBackward
-from .slots import Slot, trains
+from .slots import ALL, Slot, current_task_id, trains
 
 if TYPE_CHECKING:
     from .buckets import Bucket
@@ -28,6 +27,7 @@ class MainGrad(InBackward):
     def __init__(self, run: Runtime) -> None:
         super().__init__(run)
         self.guards: list[Any] = []
+        self.watch(None)
 
     def cover(self, params: Iterable[Tensor]) -> None:
         params = list(params)
@@ -74,33 +74,32 @@ class MainGrad(InBackward):
 
         return guard
 
-    def _hook(self, slot: Slot) -> Callable[[Tensor], None]:
-        tasks, session = self.tasks, self
+    def watch(self, ready: Callable[[Slot, Tensor], None] | None) -> None:
+        super().watch(ready)
+        self.tasks.pulse.watch = ALL  # what layers have added is not seen in p.grad
 
-        def hook(p: Tensor) -> None:
-            run = session.run()
-            if run is None or getattr(p, "main_grad", None) is None:
-                return
-            if current_task_id() != tasks.current:
-                tasks.touch()
-            bucket, row = run.find(p)
-            if _added(p):
-                p.grad_added_to_main_grad = False
-                if not getattr(p, "zero_out_wgrad", False):
-                    p.grad = None
-            g = p.grad
-            if session.stepping is not None:
-                bucket.present[row] = 1  # whoever added to it
-                session.stepping.update(slot, p)
-                return
-            if g is not None and not bucket.is_buffer(row, g):
-                session.add(slot, bucket, row)
-            elif g is None:
-                session.expose(slot, bucket, row, again=True)
-            if session.ready is not None:
-                session.ready(slot, p)
-
-        return hook
+    def hook(self, slot: Slot, p: Tensor) -> None:
+        run = self.run()
+        if run is None or getattr(p, "main_grad", None) is None:
+            return
+        if current_task_id() != self.tasks.pulse.task:
+            self.tasks.touch()
+        bucket, row = run.find(p)
+        if _added(p):
+            p.grad_added_to_main_grad = False
+            if not getattr(p, "zero_out_wgrad", False):
+                p.grad = None
+        g = p.grad
+        if self.stepping is not None:
+            bucket.present[row] = 1  # whoever added to it
+            self.stepping.update(slot, p)
+            return
+        if g is not None and not bucket.is_buffer(row, g):
+            self.add(slot, bucket, row)
+        elif g is None:
+            self.expose(slot, bucket, row, again=True)
+        if self.ready is not None:
+            self.ready(slot, p)
 
     def add(self, slot: Slot, bucket: Bucket, row: int) -> None:
         """An ordinary gradient, on top of what layers may have added in this backward."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import norms
 from .buckets import Bucket
-from .state import Hyper
+from .state import Hyper, complete
 from .window import host_number, refuse_dimensions
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float |
         run.window.refuse_mixing(weight)
         if adds and _rejected(opt, buckets, factor):
             return
+        if not opt.state and adds:
+            _begin_state(opt)
         # Counted before the kernels run: an interrupt during them is raised right after, never between.
         run.window.add(scale, weight)
         for bucket in buckets:
@@ -89,6 +91,16 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float |
                 bucket.drop_gradients()
     finally:
         _release(buckets)
+
+
+def _begin_state(opt: FusedAccumAdamW) -> None:
+    """Make the state of all parameters with a gradient, in an optimizer without any: one with an open window has
+    some. torch.distributed.checkpoint would else make it, by a step of zero gradients that ends the window."""
+    opt._run.window.began_state = True
+    for group in opt.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                complete(opt.state[p], p, group, opt._run.options)
 
 
 def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tensor | None) -> str | None:
@@ -149,8 +161,17 @@ def discard_window(opt: FusedAccumAdamW) -> int:
     """Drop the open window; returns how many explicit micro-batches that cost."""
     run = opt._run
     dropped = 0 if run.backward is not None else run.window.microbatches
-    run.discard()
+    _discard(opt)
     return dropped
+
+
+def _discard(opt: FusedAccumAdamW) -> None:
+    """Drop the open window, and the state that only it has called for."""
+    if opt._run.window.began_state:
+        for group in opt.param_groups:
+            for p in group["params"]:
+                opt.state.pop(p, None)
+    opt._run.discard()
 
 
 def on_host(opt: FusedAccumAdamW, buckets: list[Bucket]) -> bool:
@@ -197,6 +218,7 @@ def _rejected(opt: FusedAccumAdamW, buckets: list[Bucket], factor: float) -> boo
         return False
     run.offender = found
     run.skipped_microbatches += 1
+    run.window.rejected += 1
     for bucket in buckets:
         bucket.drop_gradients()
     return True
@@ -213,7 +235,7 @@ def _abandon_window(opt: FusedAccumAdamW, buckets: list[Bucket], found_inf: bool
         bucket.drop_gradients()
         bucket.clear_aliases()
     count = run.window.microbatches
-    run.discard()
+    _discard(opt)
     if run.backward is not None:
         run.backward.discarded()
     if found_inf:

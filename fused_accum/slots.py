@@ -9,14 +9,74 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from . import _native
+
 if TYPE_CHECKING:
     from .in_backward import InBackward
 
+current_task_id = torch._C._current_graph_task_id  # of autograd's graph task: -1 outside a backward
 
-class Slot:
-    """What is known of one parameter. Holds neither the parameter nor its buffer.
+
+NO_TASK = -2
+NOTHING, VERSIONS, ALL = range(3)  # Watch of csrc/hook.h
+
+
+class PlainPulse:
+    """Pulse of csrc/hook.h, where there is no native code."""
+
+    __slots__ = ("task", "watch")
+
+    def __init__(self) -> None:
+        self.task, self.watch = NO_TASK, NOTHING
+
+
+class PlainHook:
+    """Hook of csrc/hook.h, where there is no native code."""
+
+    __slots__ = ("ptr", "pulse", "version")
+    slow: Callable[[Tensor], None]
+
+    def __init__(self, pulse: PlainPulse) -> None:
+        self.pulse, self.ptr, self.version = pulse, -1, 0
+
+    def __call__(self, p: Tensor) -> None:
+        pulse = self.pulse
+        if current_task_id() != pulse.task or pulse.watch == ALL:
+            return self.slow(p)
+        g = p.grad
+        if g is None:
+            return None
+        try:  # as address(): a call costs as much as all else here
+            at = g.data_ptr()
+        except RuntimeError:
+            at = None
+        if at != self.ptr:
+            return self.slow(p)
+        if pulse.watch == VERSIONS:
+            version = g._version
+            if version > self.version + 1:
+                return self.slow(p)
+            self.version = version
+        return None
+
+
+_C, _ = _native.load()
+Pulse, Hook = (PlainPulse, PlainHook) if _C is None else _C.hook_types(current_task_id)
+
+
+def address(g: Tensor) -> int | None:
+    """Where a gradient lies; None for one without a storage (sparse)."""
+    try:
+        return g.data_ptr()
+    except RuntimeError:
+        return None
+
+
+class Slot(Hook):
+    """What is known of one parameter, and its hook. Holds neither the parameter nor its buffer, nor its session.
 
     ptr: where the buffer is, as far as the last hook knows (-1: nowhere yet).
+    owner: weak reference to the session.
     view: weak reference to the tensor that p.grad was set to.
     window: number of the window in which it was set.
     backward: how many backwards had finished when it was set.
@@ -25,17 +85,24 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "backward", "contributions", "grad_dtype", "handle",
-        "param", "ptr", "version", "view", "window",
+        "__weakref__", "backward", "contributions", "grad_dtype", "handle", "owner",
+        "param", "view", "window",
     )  # fmt: skip
 
-    def __init__(self, p: Tensor) -> None:
-        self.param = weakref.ref(p)
-        self.ptr = self.window = self.backward = -1
-        self.version = self.contributions = 0
+    def __init__(self, p: Tensor, session: InBackward) -> None:
+        super().__init__(session.tasks.pulse)
+        self.param, self.owner = weakref.ref(p), weakref.ref(session)
+        self.window = self.backward = -1
+        self.contributions = 0
         self.view: Callable[[], Tensor | None] = lambda: None
         self.grad_dtype: torch.dtype | None = None  # what to restore, if it was changed
         self.handle: torch.utils.hooks.RemovableHandle | None = None
+
+    def slow(self, p: Tensor) -> None:
+        """Called as the parameter's hook, where there may be something to do."""
+        session = self.owner()
+        if session is not None:
+            session.hook(self, p)
 
 
 class RequiringGrad:
@@ -66,8 +133,8 @@ def accept_any_dtype(slot: Slot, p: Tensor) -> None:
 
 def refuse_second_owner(name: str, p: Tensor, session: InBackward) -> None:
     for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
-        owner = getattr(hook, "owner", None)
-        if owner is not None and owner() not in (None, session) and owner().run() is not None:
+        owner = hook.owner() if isinstance(hook, Slot) else None
+        if owner not in (None, session) and owner.run() is not None:
             raise RuntimeError(
                 f"parameter {name} is already accumulated in backward by another FusedAccumAdamW; one p.grad can be "
                 "the buffer of one optimizer only: remove() the other's handle first, or give each its own parameters"

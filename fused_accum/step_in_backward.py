@@ -69,12 +69,13 @@ class StepInBackward:
                 bucket.present[:] = bucket.present.replace(bytes([BY_GRAD]), b"\x01")
             self.session, self.temporary = session, not installed
             session.stepping = self
-            session.ready = None
+            session.watch(None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self.session.stepping = None
+        self.session.watch(None)
         if error is not None:
             self.run.half_applied = f"{kind.__name__}: {error}"
         else:

@@ -37,7 +37,10 @@ def host_number(name: str, value: Any) -> float:
 
 
 class Window:
-    """Counts and sums of the open window, in float64 on the host; ``weight`` where its micro-batches' were."""
+    """Counts and sums of the open window, in float64 on the host; ``weight`` where its micro-batches' were.
+
+    began_state: the optimizer had no state before it.
+    """
 
     def __init__(self) -> None:
         self.previous_scale_sum: float | None = None
@@ -50,6 +53,8 @@ class Window:
         self.weight: float | Tensor = 0.0
         self.scale_sum = 0.0
         self.scaled = 0
+        self.began_state = False
+        self.rejected = 0  # by skip_nonfinite="microbatch": in none of the other counts
 
     def emptied(self) -> Window:
         """A copy that remembers earlier windows only."""
@@ -91,8 +96,15 @@ class Window:
         return self.weight if weight is None else self.weight + weight
 
     def close(self) -> str | None:
-        """End the window; returns what to warn of (once) when its scales add up to another sum than before."""
+        """End the window; returns what to warn of: that all of it was rejected, or (once) that its scales add up to
+        another sum than before."""
         message = None
+        if self.rejected and not self.microbatches:
+            message = (
+                f"skip_nonfinite='microbatch' rejected all {self.rejected} micro-batch(es) of this window, whose "
+                "gradients have an inf or a NaN: there is nothing to average, so no parameter was updated and the "
+                "window is closed; nonfinite_parameter names the first of them"
+            )
         if self.scaled and self.scaled == self.microbatches:
             previous, now = self.previous_scale_sum, self.scale_sum
             differs = previous is not None and not math.isclose(previous, now, rel_tol=1e-6)

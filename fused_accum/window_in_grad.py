@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .graph_tasks import GraphTasks, Task
-from .slots import Slot
+from .slots import ALL, NOTHING, VERSIONS, Slot
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -62,11 +62,16 @@ class WindowInGrad:
         if any(slot.window == self.window for slot in self.slots.values()):  # else its weights are 0, and that counts
             self.close()
 
+    def watch(self, ready: Callable[[Slot, Tensor], None] | None) -> None:
+        """Have ``ready`` called after every hook from now on; None: only ``stepping``, if that."""
+        self.ready = ready
+        self.tasks.pulse.watch = ALL if self.stepping is not None else VERSIONS if ready is not None else NOTHING
+
     def close(self) -> None:
         """The window's books start again; p.grad is left alone."""
         self.run().window.clear()
         self.spoiled = self.edited = None
-        self.ready = None
+        self.watch(None)
         self.direct_backwards = 0
 
     def discarded(self) -> None:
@@ -118,7 +123,7 @@ class WindowInGrad:
         if weight is not None:
             if window.weighted:
                 self.audit()
-            self.ready = self._note_version
+            self.watch(self._note_version)
 
     def record(self, scale: float, weight: float | None) -> None:
         """The running backward is that of a scaled loss; it counts once it has finished."""

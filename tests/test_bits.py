@@ -20,6 +20,14 @@ pytestmark = pytest.mark.parametrize("on", KERNEL_PAIRS)
 SHAPES = [(0,), (), (1,), (7,), (13, 17), (512,), (1023,), (1024,), (1025,), (3000,), (4095,), (4096,), (4097,),
           (9000,)]  # fmt: skip
 
+WEIGHTS = {
+    "bf16-fp32": (torch.bfloat16, {"master_weights": "fp32"}),
+    "fp16-fp32": (torch.float16, {"master_weights": "fp32"}),
+    "bf16-split": (torch.bfloat16, {"master_weights": "split"}),
+    "bf16-chance": (torch.bfloat16, {"stochastic_rounding": True, "rounding_seed": 2**63 + 12345}),
+    "fp16-chance": (torch.float16, {"stochastic_rounding": True}),
+}
+
 
 @pytest.fixture(autouse=True)
 def _native():
@@ -111,6 +119,24 @@ def test_some_parameters_miss_some_micro_batches(on):
     same_runs(on, params, gradients, lr=0.1)
 
 
+@pytest.mark.parametrize("grad_layout", ["contiguous", "transposed", "misaligned"])
+@pytest.mark.parametrize(("dtype", "options"), WEIGHTS.values(), ids=WEIGHTS)
+def test_master_weights_and_stochastic_rounding(on, dtype, options, grad_layout):
+    """From the gradient, from the buffer and from both; all layouts of a parameter; other dtypes among them."""
+    if not registry()[on[0]].keeps_weights:
+        pytest.skip(f"{on[0]} refuses {', '.join(options)}")
+    params = [parameter(values(LAYOUT_SHAPE, dtype), layout) for layout in PARAMETER_LAYOUTS]
+    params += [torch.nn.Parameter(values(s, d)) for s, d in [((), dtype), ((1030,), dtype), ((5,), torch.float32)]]
+    turn = iter(range(100))
+
+    def gradients(params):
+        k = next(turn) % 3
+        grads = [in_layout(values(p.shape, p.dtype), grad_layout if p.dim() == 4 else "contiguous") for p in params]
+        return [g if (i % 3 + 1) >> k & 1 or (i + k) % 3 else None for i, g in enumerate(grads)]
+
+    same_runs(on, params, gradients, windows=2, lr=0.3, amsgrad=grad_layout == "contiguous", **options)
+
+
 def test_infinities_and_nans_go_where_they_go_on_the_cpu(on):
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, 3e38, -1e-40, 1.0])
 
@@ -119,6 +145,8 @@ def test_infinities_and_nans_go_where_they_go_on_the_cpu(on):
 
     params = [torch.nn.Parameter(values((9,), dtype)) for dtype in DTYPES.values()]
     same_runs(on, params, gradients, lr=0.1, amsgrad=True, windows=4)
+    for dtype, options in WEIGHTS.values() if registry()[on[0]].keeps_weights else ():
+        same_runs(on, [torch.nn.Parameter(values((9,), dtype))], gradients, lr=0.1, windows=4, **options)
 
 
 def test_buffers_that_were_read_are_zero_afterwards(on):

@@ -149,6 +149,8 @@ def test_the_kernels_are_all_here():
         "step_strided": 2,
         "count_updates": 1,
         "add_squares": 1,
+        # fp32, bf16 into fp32, fp64 and any; in pieces of 128 bits and element by element
+        "scatter_rows": 4 * 2,
     }
 
 

@@ -427,13 +427,3 @@ def test_opcheck(dtype, master):
     arguments = (*lists.all(), kept, float64(0.3, 0.9, 0.99, 1e-8, 0.2, 0.5, 0.7))
     torch.library.opcheck(torch.ops.fused_accum.adamw_masters_.default, arguments, test_utils=(
         "test_schema", "test_faketensor"))  # fmt: skip
-
-
-@pytest.mark.parametrize("options", [{"master_weights": "fp32"}, {"master_weights": "split"},
-                                     {"stochastic_rounding": True}], ids=str)  # fmt: skip
-def test_backends_without_these_kernels_refuse_by_name(monkeypatch, options):
-    monkeypatch.setattr(type(backends.registry()["triton"]), "why_not", lambda self, device: None)
-    opt = FusedAccumAdamW(parameters((3,), dtype=torch.bfloat16), backend="triton", **options)
-    params_of(opt)[0].grad = torch.ones(3, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"'triton' has no kernels for master_weights.*backend='cuda'"):
-        opt.step()

@@ -45,7 +45,7 @@ def test_bits_in_the_interpreter_are_those_of_the_cpu():
     interpret("test_bits.py")
 
 
-def test_indices_in_the_interpreter():
+def test_indices_norms_and_scatter_in_the_interpreter():
     interpret("triton_interpreted.py")
 
 
@@ -53,6 +53,11 @@ def test_kernel_tests_in_the_interpreter():
     """Those of all backends. All there are, which takes long (tests/ on PYTHONPATH): TRITON_INTERPRET=1 python -m
     pytest -p triton_interpreter -k "[triton"."""
     interpret("-k", "[triton", *kernel_tests.found())
+
+
+def test_precision_in_the_interpreter():
+    """Master weights, stochastic rounding, clipping and skipping."""
+    interpret("-k", "[triton", *kernel_tests.found(kernel_tests.PRECISION))
 
 
 def test_the_interpreter_is_used_only_when_asked_for():
@@ -153,6 +158,53 @@ def test_nothing_recompiles_when_numbers_change(driver, tmp_path):
     assert len(driver.launches) == 150
 
 
+@pytest.mark.parametrize(
+    ("options", "kernels"),
+    [
+        ({"master_weights": "fp32"}, ["accumulate_kernel", "adamw_kernel"]),
+        ({"master_weights": "split"}, ["accumulate_kernel", "adamw_kernel"]),
+        ({"stochastic_rounding": True}, ["accumulate_kernel", "adamw_kernel"]),
+        # first, add; measured alone at N=1 and updated from there; updated from the buffer
+        ({"max_grad_norm": 1.0}, ["accumulate_kernel"] * 3 + ["squares_kernel"] + ["adamw_kernel"] * 2),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:the scales of this window")
+def test_nothing_recompiles_with_masters_chance_and_clipping(driver, monkeypatch, options, kernels):
+    """When seed, step, norm, factors, scale, lr, sizes and places in the optimizer change."""
+    from fused_accum import pipeline
+
+    monkeypatch.setattr(pipeline, "on_host", lambda *_: False)
+    warm = None
+    for n in range(12):
+        if n % 4 == 0:
+            params = parameters(*[(1,), (16, 17), (1025,)][: 1 + n // 4], dtype=torch.bfloat16)
+        if "stochastic_rounding" in options:
+            options["rounding_seed"] = [0, 1, 16, 2**64 - 1][n % 4]
+        if "max_grad_norm" in options:
+            options["max_grad_norm"] = [1, 16, 0.3][n % 3]
+        opt = FusedAccumAdamW(params, lr=[1, 16, 0.1][n % 3], backend="triton", **options)
+        for count in (1, 2):
+            for k in range(count):
+                for p in params:
+                    p.grad = torch.ones_like(p)
+                opt.accumulate([1, 16, 0.3][n % 3]) if k else None
+            opt.step(scale=n + 1)
+        warm = warm or list(driver.loaded)
+        assert driver.loaded == warm
+    assert sorted(warm) == sorted(kernels)
+
+
+def test_the_scatter_is_one_launch_and_one_compilation(driver):
+    for n, tokens in enumerate((1, 16, 300)):
+        accum, grad = torch.zeros(1000 + n, 768), torch.ones(tokens, 768)
+        BACKEND.scatter_rows(accum, torch.arange(tokens), grad, [None, 1, 16][n])
+        assert driver.launches[-1].programs == tokens
+        BACKEND.scatter_rows(accum, torch.arange(tokens), torch.ones(tokens, 768, dtype=torch.bfloat16), None)
+    assert driver.loaded == ["scatter_kernel"] * 2
+    assert len(driver.launches) == 6
+
+
 def test_tables_are_sent_again_only_when_they_change(driver, monkeypatch):
     from fused_accum.backends import triton, triton_tables
 
@@ -169,4 +221,4 @@ def test_tables_are_sent_again_only_when_they_change(driver, monkeypatch):
             opt.accumulate(0.123)
         before = len(sent)
         opt.step()
-    assert sent[before:] == [(1, 10)]  # the step's scalars alone
+    assert sent[before:] == [(1, 12)]  # the step's scalars alone

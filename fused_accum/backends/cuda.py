@@ -168,6 +168,19 @@ class Cuda(Backend):
             device = accums[0].device
             accumulate_lists(_C, executor(device), self._place(device), accums, grads, first, scale)
 
+    def scatter_rows(self, accum: Tensor, index: Tensor, grad: Tensor, skip: int | None) -> None:
+        """As Backend's. An index outside the buffer adds nothing: the forward has refused it on the device."""
+        device = accum.device
+        wide = accum.dtype == torch.float64
+        if wide != (grad.dtype == torch.float64):
+            grad = grad.to(torch.float64 if wide else torch.float32)  # as the sum does with each element
+        rows, order = index.sort(stable=True)
+        stream = current_stream(device)
+        _C.scatter_rows(
+            accum, rows.data_ptr(), order.data_ptr(), grad.contiguous(), -1 if skip is None else skip,
+            device.index or 0, 0 if stream is None else stream.cuda_stream,
+        )  # fmt: skip
+
     def adamw(self, rows: Rows) -> None:
         if rows.params:
             device = rows.params[0].device
