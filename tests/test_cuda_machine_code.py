@@ -171,9 +171,10 @@ def test_main_loops_move_128_bits_at_a_time():
 
 
 def test_kernels_of_any_dtype_move_128_bits_too():
-    """Eight elements of 16 bits, or of 32 bits in two pieces, chosen at launch."""
+    """Eight elements of 16 bits, or of 32 bits in two pieces, chosen at launch; but for what is scattered one by one,
+    where it is not aligned."""
     for kernel in kernels():
-        if "AsLaunched" in kernel.name:
+        if "AsLaunched" in kernel.name and not kernel.name.endswith(", 1>"):
             assert wide_accesses(kernel, "LDG.") >= 3, kernel[:2]
             assert wide_accesses(kernel, "STG.") >= 3, kernel[:2]
 
