@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from . import streams
 from .buckets import BY_GRAD
 from .graph_tasks import Task
 from .in_backward import InBackward, Slot
@@ -106,6 +107,7 @@ class StepInBackward:
                 "updated; scale the sum of the losses once"
             )
         self.done.add(id(p))
+        streams.after(slot.stream, p.device)
         bucket, row = self.run.find(p)
         if self.coefficient is not None and (p.grad is not None or bucket.present[row]):
             bucket.step_row(row, self.opt.state, self.opt.param_groups, self.coefficient)

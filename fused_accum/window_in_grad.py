@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from . import streams
 from .graph_tasks import GraphTasks, Task
 from .slots import ALL, NOTHING, VERSIONS, Slot
 
@@ -190,6 +191,7 @@ class WindowInGrad:
         return slot.window == self.window and p is not None and p.grad is not None and p.grad is slot.view()
 
     def _finished(self, task: Task) -> None:
+        streams.after_all(task.streams)  # the caller's are the current ones here
         run = self.run()
         if run is None:
             return

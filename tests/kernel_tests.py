@@ -28,6 +28,8 @@ NAMES = (
     "amsgrad_switched_on_and_off",
     "inference_mode",
     "versions_are_bumped",
+    "dtypes_of_scattered_rows",
+    "rows_that_no_token_names_are_not_touched",
 )
 
 
