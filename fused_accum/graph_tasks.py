@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
@@ -45,8 +46,8 @@ class Task:
         self.id, self.alive, self.nested = id, alive, nested
         self.touched = self.replaced = self.direct = False
         self.streams: set[Any] = set()
-        self.scale: float | None = None
-        self.weight: float | None = None
+        self.scale: float | Tensor | None = None
+        self.weight: float | Tensor | None = None
 
 
 class GraphTasks:

@@ -43,7 +43,8 @@ def checked_skip_nonfinite(value: Any) -> str | None:
 class Factors(NamedTuple):
     """What a step on a device is told without waiting for it; None: nothing.
 
-    clip: 0-dim float64, multiplies the coefficient. skip: 0-dim float32, not 0 where nothing is to be updated.
+    clip: 0-dim float64, multiplies the coefficient (of clipping, or of the sum of weights). skip: 0-dim float32, not 0
+    where nothing is to be updated.
     """
 
     clip: Tensor | None
@@ -106,6 +107,11 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     """As clip_grad_norm_; NaN stays NaN."""
     coefficient = max_norm / (norm + EPS)
     return 1.0 if coefficient > 1 else coefficient
+
+
+def divided_by(total: Tensor) -> Factors:
+    """Of a sum of weights that only the device knows; 0: nothing to divide by, so no update."""
+    return Factors(total.reciprocal(), (total == 0).float())
 
 
 def factors(norm: Tensor, max_norm: float | None, skip: bool) -> Factors:

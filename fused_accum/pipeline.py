@@ -83,6 +83,12 @@ def end_window(opt: FusedAccumAdamW, scale: float, weight: float | None) -> str 
         if run.backward is None and found and not found_inf and _rejected(opt, buckets, _factor(scale, weight)):
             buckets, found = run.collect(opt.param_groups, buffers=False)
         total = run.window.total_weight(weight if found else None)
+        factors = None
+        if isinstance(total, Tensor):
+            if amp is None and not run.options.measures and all(b.backend.skips_on_device for b in buckets):
+                factors, total = norms.divided_by(total), None
+            else:
+                total = float(total)
         if found_inf or (total == 0 and run.window.microbatches):
             return _abandon_window(opt, buckets, found_inf)
         hypers = [Hyper.of(group) for group in opt.param_groups]
@@ -92,7 +98,6 @@ def end_window(opt: FusedAccumAdamW, scale: float, weight: float | None) -> str 
         if run.backward is None and found:
             run.window.add(scale, weight)
         coefficient = (1.0 if total is None else 1.0 / total) * inverse_grad_scale
-        factors = None
         if run.options.measures:
             for bucket in buckets:
                 bucket.sum_up(_factor(scale, weight))

@@ -33,7 +33,7 @@ class StepInBackward:
         self.opt, self.run = opt, opt._run
         self.session: InBackward | None = None
         self.task: Task | None = None  # the backward that updates
-        self.weight: float | None = None  # that the window had when the first parameter was updated
+        self.weight: float | Tensor | None = None  # of this micro-batch, when the first parameter was updated
         self.coefficient: float | None = None  # None: nothing to divide by, so no update
         self.done: set[int] = set()
 
@@ -101,7 +101,7 @@ class StepInBackward:
                 f"step_in_backward(): parameter {self.run.name_of(p)} got a gradient from a second backward; it "
                 "holds one, that of the window's last micro-batch: put the others before it"
             )
-        if self._total(task) != self.weight:
+        if task.weight is not self.weight:
             raise RuntimeError(
                 "step_in_backward(): a second scale_loss() in this backward added weight after parameters had been "
                 "updated; scale the sum of the losses once"
@@ -114,9 +114,9 @@ class StepInBackward:
 
     def _begin(self, task: Task) -> None:
         self.run.window.refuse_mixing(task.weight)
-        self.task, self.weight = task, self._total(task)
-        if self.weight != 0:
-            self.coefficient = 1.0 if self.weight is None else 1.0 / self.weight
-
-    def _total(self, task: Task) -> float | None:
-        return self.run.window.total_weight(task.weight)
+        self.task, self.weight = task, task.weight
+        total = self.run.window.total_weight(task.weight)
+        if total is None:
+            self.coefficient = 1.0
+        elif (total := float(total)) != 0:  # waits for a sum on a device, once: rows are launched with a number
+            self.coefficient = 1.0 / total

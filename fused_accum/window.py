@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -32,8 +33,20 @@ def host_number(name: str, value: Any) -> float:
     return number
 
 
+def on_device(value: Any) -> bool:
+    """Whether ``value`` is a tensor on a GPU, which reading it here would wait for."""
+    return isinstance(value, Tensor) and value.device.type == "cuda"
+
+
+def number(name: str, value: Any) -> float | Tensor:
+    """As ``host_number``; but what a GPU holds stays there, as float64, and is not looked at."""
+    if on_device(value) and value.dim() == 0:
+        return value.detach().to(torch.float64, copy=True)
+    return host_number(name, value)
+
+
 class Window:
-    """Counts and sums of the open window, in float64 on the host."""
+    """Counts and sums of the open window, in float64 on the host; ``weight`` is where the weights were."""
 
     def __init__(self) -> None:
         self.previous_scale_sum: float | None = None
@@ -43,7 +56,7 @@ class Window:
     def clear(self) -> None:
         self.microbatches = 0
         self.weighted = False
-        self.weight = 0.0
+        self.weight: float | Tensor = 0.0
         self.scale_sum = 0.0
         self.scaled = 0
 
@@ -55,9 +68,9 @@ class Window:
 
     @property
     def pending(self) -> Pending:
-        return Pending(self.microbatches, self.weight)
+        return Pending(self.microbatches, float(self.weight))
 
-    def refuse_mixing(self, weight: float | None) -> None:
+    def refuse_mixing(self, weight: float | Tensor | None) -> None:
         if self.microbatches and self.weighted != (weight is not None):
             have, got = ("a weight", "none") if self.weighted else ("no weight", "one")
             raise ValueError(
@@ -66,25 +79,25 @@ class Window:
                 "window with step() or zero_grad() first"
             )
 
-    def add(self, scale: float, weight: float | None) -> None:
+    def add(self, scale: float | Tensor, weight: float | Tensor | None) -> None:
         """Count one micro-batch; call ``refuse_mixing`` first."""
         self.microbatches += 1
-        if weight is None:
+        if weight is not None:
+            self.weighted = True
+            self.weight = self.weight + weight
+        elif not isinstance(scale, Tensor):
             self.scale_sum += scale
             self.scaled += 1
-        else:
-            self.weighted = True
-            self.weight += weight
 
     def count(self) -> None:
         """Count one micro-batch that came with its scale already in its gradient."""
         self.microbatches += 1
 
-    def total_weight(self, weight: float | None) -> float | None:
+    def total_weight(self, weight: float | Tensor | None) -> float | Tensor | None:
         """The window's sum of weights with one more micro-batch of ``weight``; None without weights."""
         if weight is None and not self.weighted:
             return None
-        return self.weight + (weight or 0.0)
+        return self.weight if weight is None else self.weight + weight
 
     def close(self) -> str | None:
         """End the window; returns what to warn of (once) when its scales add up to another sum than before."""
@@ -108,7 +121,7 @@ class Window:
         """The open window as plain group entries of a mid-window ``state_dict``."""
         return {
             "accum_microbatches": self.microbatches,
-            "accum_weight": self.weight,
+            "accum_weight": float(self.weight),
             "accum_weighted": self.weighted,
             "accum_scale_sum": self.scale_sum,
             "accum_scaled": self.scaled,

@@ -116,7 +116,7 @@ class WindowInGrad:
 
     # -- weights ----------------------------------------------------------------------------------------------
 
-    def expect(self, weight: float | None) -> None:
+    def expect(self, weight: float | Tensor | None) -> None:
         """A loss is being given a weight, or none: raises ValueError where the open window has it otherwise."""
         self.settle()
         window = self.run().window
@@ -126,13 +126,13 @@ class WindowInGrad:
                 self.audit()
             self.watch(self._note_version)
 
-    def record(self, scale: float, weight: float | None) -> None:
+    def record(self, scale: float | Tensor, weight: float | Tensor | None) -> None:
         """The running backward is that of a scaled loss; it counts once it has finished."""
         task = self.tasks.enter()
         if weight is None:
             task.scale = scale
         else:
-            task.weight = (task.weight or 0.0) + weight
+            task.weight = weight if task.weight is None else task.weight + weight
 
     def _note_version(self, slot: Slot, p: Tensor) -> None:
         """After a hook, while weights are recorded: autograd's addition raises the version by one."""

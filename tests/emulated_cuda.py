@@ -1,6 +1,8 @@
 """The CUDA kernels and their launcher on the emulator, for what other backends do not have. Run by
 test_cuda_emulated.py."""
 
+import warnings
+
 import cuda_emulated
 import pytest
 import torch
@@ -176,12 +178,44 @@ def test_counts_on_the_device_are_those_of_the_host(emulation):
     assert float(ends[1][1]) == 4
 
 
+def test_weights_in_device_memory_are_never_read_by_the_host(emulation, monkeypatch):
+    """From scale_loss() to the update; a sum of 0 updates and counts nothing."""
+    from fused_accum import window as books
+
+    def read(*_):
+        raise AssertionError("the host waits for the device")
+
+    monkeypatch.setattr(books, "on_device", lambda value: isinstance(value, torch.Tensor))
+    emulation.steps_on_device(True)
+    start = parameters((5000,), (33,))
+    ends = []
+    for on_device in (False, True):
+        params = copies(start)
+        opt = FusedAccumAdamW(params, lr=0.1, backend="cuda")
+        opt.accumulate_in_backward()
+        with monkeypatch.context() as patch:
+            if on_device:
+                for name in ("item", "tolist", "__float__", "__bool__", "__int__", "numpy"):
+                    patch.setattr(torch.Tensor, name, read)
+            for weights in ((3.0, 5.0), (2.0, 7.0), (0.0, 0.0)):
+                for weight in weights:
+                    loss = sum((p * p).sum() for p in params)
+                    weight = torch.full((), weight, dtype=torch.float64) if on_device else weight
+                    opt.scale_loss(loss, weight=weight).backward()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    opt.step()
+        ends.append([t for p in params for t in (p, opt.state[p]["step"], opt.state[p]["exp_avg_sq"])])
+    assert all(same_bits(a, b) for a, b in zip(*ends))
+    assert float(ends[1][1]) == 2
+
+
 # -- rows added by index -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("width", "tokens", "rows", "offset"), [
     (512, 300, 40, 0), (512, 300, 1, 0), (516, 100, 7, 0), (513, 100, 1000, 0), (64, 9, 3, 1), (1, 5, 2, 0),
-    (300, 2000, 5, 0),
+    (300, 500, 5, 0),
 ])  # fmt: skip
 @pytest.mark.parametrize(("accum", "grad"), [
     ("float32", "float32"), ("float32", "bfloat16"), ("float32", "float64"), ("bfloat16", "float16"),
@@ -331,11 +365,12 @@ def test_scattered_rows_beyond_31_bits(emulation, large):
     """The last row of a buffer, and all of a gradient, of more than 2^31 elements."""
     (accum, to), (grad, source) = large(torch.float32), large(torch.bfloat16)
     width = LARGE // 8
-    emulation.sample_blocks(1)
-    index = torch.tensor([7, 0])
-    cuda.BACKEND.scatter_rows(accum.view(8, width), index, grad.view(8, width)[:2], None)
-    assert emulation.phantom_counts(to) == (2 * width, 2 * width, 0)
-    assert emulation.phantom_counts(source) == (2 * width, 0, 0)
+    index = torch.tensor([7, 3, 0, 6, 5, 4, 1, 2])
+    cuda.BACKEND.scatter_rows(accum.view(8, width), index, grad.view(8, width), None)
+    emulation.launches()
+    count, _, _ = emulation.phantom_counts(source)
+    assert count > LARGE // (2 * SAMPLE)
+    assert emulation.phantom_counts(to) == (count, count, 0)
     assert_ends_were_written(emulation, to)
 
 

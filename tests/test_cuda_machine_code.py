@@ -118,6 +118,14 @@ def streams(kernel: Kernel):
     return tuple([SIZES[one] for one in side] for side in stored)
 
 
+def storages_of_scatter(kernel: Kernel):
+    """Bytes of an element of the gradient and of the buffer, and the elements of a piece; None if known at launch."""
+    if not kernel.name.startswith("scatter_rows") or "AsLaunched" in kernel.name:
+        return None
+    _, grad, accum, count = kernel.arguments
+    return SIZES[grad], SIZES[accum], int(count)
+
+
 def wide_accesses(kernel: Kernel, prefix: str) -> int:
     return sum(name.startswith(prefix) and ".128" in name for name in kernel.code)
 
@@ -157,10 +165,24 @@ def test_main_loops_move_128_bits_at_a_time():
     assert seen == 3 * (12 - 2 + 36 - 6)
 
 
+def test_scattered_rows_move_128_bits_at_a_time():
+    """Four tokens of a row under way together, and one; the buffer once. Or element by element."""
+    seen = 0
+    for kernel in kernels():
+        if (sizes := storages_of_scatter(kernel)) is None:
+            continue
+        grad, accum, count = sizes
+        once_read, once_written = grad * count // ALIGNED, accum * count // ALIGNED
+        expected = (5 * once_read + once_written, once_written)
+        assert (wide_accesses(kernel, "LDG."), wide_accesses(kernel, "STG.")) == expected, kernel[:2]
+        seen += count > 1
+    assert seen == 3 * 3
+
+
 def test_kernels_of_any_dtype_move_128_bits_too():
     """Eight elements of 16 bits, or of 32 bits in two pieces, chosen at launch."""
     for kernel in kernels():
-        if "AsLaunched" in kernel.name:
+        if "AsLaunched" in kernel.name and not kernel.name.endswith(" 1>"):
             assert wide_accesses(kernel, "LDG.") >= 3, kernel[:2]
             assert wide_accesses(kernel, "STG.") >= 3, kernel[:2]
 
@@ -172,7 +194,7 @@ def test_all_memory_is_known_to_be_global():
 
 def test_nothing_spills():
     for kernel in kernels():
-        if kernel.name.startswith(("accumulate_rows", "step_rows", "count_updates")):
+        if kernel.name.startswith(("accumulate_rows", "step_rows", "scatter_rows", "count_updates")):
             assert kernel.local == 0, kernel[:2]
             assert not [name for name in kernel.code if name.startswith(("LDL", "STL"))], kernel[:2]
 
@@ -180,12 +202,12 @@ def test_nothing_spills():
 def test_float32_kernels_do_nothing_in_double_precision():
     seen = 0
     for kernel in kernels():
-        if kernel.name.startswith(("accumulate_rows<float", "step_rows<float")):
+        if kernel.name.startswith(("accumulate_rows<float", "step_rows<float", "scatter_rows<float")):
             assert not [name for name in kernel.code if DOUBLE.match(name)], kernel[:2]
             seen += 1
         elif kernel.name.startswith("step_rows<double"):  # so that the pattern is known to find some
             assert [name for name in kernel.code if DOUBLE.match(name)]
-    assert seen == 3 * (10 + 30)
+    assert seen == 3 * (10 + 30 + 6)
 
 
 def test_float32_adamw_takes_64_registers_at_most():
