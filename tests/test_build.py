@@ -62,6 +62,7 @@ def build_in_place(tree, fails=False, **env):
 
 
 def test_flags_are_per_file_and_of_no_particular_machine(tree):
+    """Reported case 41."""
     build_in_place(tree)
     (file,) = tree.glob("build/ninja-*/build.ninja")
     text = file.read_text()
@@ -90,6 +91,7 @@ def test_a_changed_header_is_compiled_again_and_nothing_else(tree):
 
 
 def test_no_nvcc_is_needed(tree, tmp_path):
+    """Reported case 39. torch, which may be made with another CUDA, is not even asked: it is no build requirement."""
     (tmp_path / "bin").mkdir()
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.write_text("#!/bin/sh\nexit 1\n")
@@ -137,6 +139,7 @@ def test_without_a_working_compiler_it_installs_and_says_why(tree, tmp_path, kin
 
 
 def test_first_use_without_native_code_warns_and_works(tree, tmp_path):
+    """Reported case 40."""
     cxx, words = compiler_variable("absent", tmp_path)
     python, site = new_environment(tmp_path / "venv", lend_torch=True)
     install(tree, site, CXX=cxx)
@@ -231,6 +234,7 @@ def test_wheel_holds_the_package_alone(wheel):
 
 
 def test_native_module_needs_no_torch(wheel, tmp_path):
+    """Reported case 38; nor does building it: test_build_requirements_are_three."""
     if not shutil.which("readelf"):
         pytest.skip("readelf (binutils) is not here")
     zipfile.ZipFile(wheel).extractall(tmp_path)

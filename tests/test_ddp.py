@@ -65,6 +65,7 @@ RIGHT = {
     "replicas": {},
     "replicas_direct": {},
     "zero_redundancy": {},
+    "zero_redundancy_resumed": {},
 }
 APART = ["explicit_no_sync", "step_in_backward"]
 REFUSED = {"in_backward_bf16": "Expected BFloat16"}  # by DDP's reducer

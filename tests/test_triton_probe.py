@@ -83,6 +83,7 @@ def test_cpu_tensors():
 
 
 def test_no_c_compiler(gpu, tmp_path):
+    """Reported case 42."""
     gpu.setenv("PATH", str(tmp_path))
     assert "install gcc or clang" in chosen_instead()
 
@@ -93,6 +94,7 @@ def test_compiler_that_does_not_exist(gpu):
 
 
 def test_no_python_header(gpu, tmp_path, capfd):
+    """Reported case 42."""
     real = sysconfig.get_paths
     gpu.setattr(sysconfig, "get_paths", lambda *a, **k: {**real(*a, **k), "include": str(tmp_path)})
     assert "python3-dev" in chosen_instead()

@@ -184,8 +184,36 @@ def zero_redundancy(rank):
     return model
 
 
+def zero_redundancy_resumed(rank):
+    """Windows in the wrapped optimizer, which has the rank's shard; after the first, through a checkpoint."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = new_model()
+
+    def wrapped():
+        groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+        return ZeroRedundancyOptimizer(groups, FusedAccumAdamW, parameters_as_bucket_view=True, **OPTIONS)
+
+    optimizer = wrapped()
+    ddp = DistributedDataParallel(model)
+    for n, window in enumerate(data(rank)):
+        if n == 1:
+            optimizer.consolidate_state_dict(to=0)
+            saved = [optimizer.state_dict() if rank == 0 else None]
+            dist.broadcast_object_list(saved)
+            optimizer = wrapped()
+            optimizer.load_state_dict(saved[0])
+        for inputs in window:
+            mean_loss(ddp, inputs).backward()
+            optimizer.optim.accumulate(1 / MICROBATCHES)
+            optimizer.zero_grad()  # of the other ranks' parameters
+        optimizer.step()
+    return model
+
+
 WAYS = [explicit, explicit_clipped, explicit_tokens, explicit_no_sync, torchs_own, in_backward, in_backward_view,
-        in_backward_bf16, direct, step_in_backward, replicas, replicas_direct, zero_redundancy]  # fmt: skip
+        in_backward_bf16, direct, step_in_backward, replicas, replicas_direct, zero_redundancy,
+        zero_redundancy_resumed]  # fmt: skip
 
 
 def main(rank, folder):
