@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .direct_ops import add_product, add_row_sum
+from .entry import never_compiled
 from .slots import Slot
 
 if TYPE_CHECKING:
@@ -29,13 +30,15 @@ class Link:
         self.session = weakref.ref(session)
 
     def slot(self, weight: Tensor) -> Slot | None:
-        """The weight's, when its gradient is to be added directly."""
+        """The weight's, when its gradient is to be added directly; within torch.func's transforms it is not."""
         session = self.session()
         if session is None or session.run() is None or not session.installed:
             return None
         slot = session.slots.get(id(weight))
         hooked = slot is None or slot.param() is not weight or weight._backward_hooks or not weight.requires_grad
-        return None if hooked or not torch.is_grad_enabled() else slot
+        if hooked or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        return slot
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -106,6 +109,7 @@ class DirectLinear(_Direct):
         return F.linear(x, used.t() if transposed else used, offset)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
             return (None,) * 6
@@ -119,18 +123,20 @@ class DirectLinear(_Direct):
         if ctx.needs_input_grad[1] and _wanted(ctx, 1, session.run().name_of(weight)):
             tokens_in = x.reshape(-1, x.shape[-1])
             slot = session.slots[id(weight)]
-            buffer, first = session.acquire(slot, weight)
             pair = (tokens_in, tokens_out) if ctx.transposed else (tokens_out, tokens_in)
-            add_product(buffer, *pair, first)
-            session.added(slot, weight)
+            with session.adding:
+                buffer, first = session.acquire(slot, weight)
+                add_product(buffer, *pair, first)
+                session.added(slot, weight)
         if ctx.needs_input_grad[2]:
             slot = session.slots.get(id(bias))
             if slot is None:
                 db = tokens_out.sum(0).to(bias.dtype)
             elif _wanted(ctx, 2, session.run().name_of(bias)):
-                buffer, first = session.acquire(slot, bias)
-                add_row_sum(buffer, tokens_out, first)
-                session.added(slot, bias)
+                with session.adding:
+                    buffer, first = session.acquire(slot, bias)
+                    add_row_sum(buffer, tokens_out, first)
+                    session.added(slot, bias)
         return dx, None, db, None, None, None
 
 
@@ -145,6 +151,7 @@ class DirectEmbedding(_Direct):
         return F.embedding(index, weight, padding)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, g: Tensor | None) -> tuple[None, ...]:
         if g is None:
             return (None,) * 4
@@ -152,12 +159,13 @@ class DirectEmbedding(_Direct):
         if _wanted(ctx, 1, session.run().name_of(weight)):
             (index,) = ctx.saved_tensors
             slot = session.slots[id(weight)]
-            buffer, first = session.acquire(slot, weight)
-            if first:
-                session.clear(weight)
-            backend = session.run().find(weight)[0].backend
-            backend.scatter_rows(buffer, index.reshape(-1).long(), g.reshape(-1, g.shape[-1]), ctx.padding)
-            session.added(slot, weight)
+            with session.adding:
+                buffer, first = session.acquire(slot, weight)
+                if first:
+                    session.clear(weight)
+                backend = session.run().find(weight)[0].backend
+                backend.scatter_rows(buffer, index.reshape(-1).long(), g.reshape(-1, g.shape[-1]), ctx.padding)
+                session.added(slot, weight)
         return (None,) * 4
 
 
@@ -190,6 +198,7 @@ def _linear(module: nn.Module, x: Tensor, transposed: bool) -> Tensor | None:
 
 def _linear_forward() -> Any:
     # Pickle finds a bound method by its name: a copy then has the class's own forward.
+    @never_compiled
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         y = _linear(self, x, False)
         return F.linear(x, self.weight, self.bias) if y is None else y
@@ -198,6 +207,7 @@ def _linear_forward() -> Any:
 
 
 def _conv1d_forward() -> Any:
+    @never_compiled
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         y = _linear(self, x, True)
         return type(self).forward(self, x) if y is None else y
@@ -206,6 +216,7 @@ def _conv1d_forward() -> Any:
 
 
 def _embedding_forward() -> Any:
+    @never_compiled
     def forward(self: nn.Embedding, index: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             _refuse_compile()

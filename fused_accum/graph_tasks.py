@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
+from .entry import never_compiled
 from .slots import NO_TASK, Pulse, current_task_id
 
 _engine = torch.autograd.Variable._execution_engine
@@ -30,6 +31,7 @@ class _Finish:
     def __init__(self, tasks: GraphTasks, id: int) -> None:
         self.tasks, self.id = tasks, id
 
+    @never_compiled
     def __call__(self) -> None:
         self.tasks._finish(self.id)
 
@@ -105,6 +107,7 @@ class GraphTasks:
         self.awaited.add(task)
         handles: list[Any] = []
 
+        @never_compiled
         def heard(*_: Any) -> None:
             for handle in handles:
                 handle.remove()

@@ -177,6 +177,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
             warnings.warn(message, UserWarning, stacklevel=4)
         return loss
 
+    @one_graph_break
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard everything not yet stepped: ``p.grad`` as torch does, and the open window, with a warning.
 
@@ -192,9 +193,10 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
                 f"zero_grad() dropped {dropped} accumulated micro-batch(es) that were not stepped; call it only "
                 "after step() (where it is not needed), or discard_microbatch() to drop the last gradients alone",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
+    @one_graph_break
     def discard_microbatch(self) -> None:
         """Set every ``p.grad`` to None and keep the window: what to do when a backward was not finished.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import norms
+from . import checks, norms
 from .buckets import Bucket
 from .state import Hyper, complete
 from .window import host_number, refuse_dimensions
@@ -126,6 +126,8 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
             total = float(total)
         if found_inf or (_is_zero(total) and run.window.microbatches):
             return _abandon_window(opt, buckets, found_inf)
+        if any(bucket.device.type == "cuda" for bucket in buckets):
+            checks.check_capture(opt.param_groups)
         hypers = [Hyper.of(group) for group in opt.param_groups]
         before = _without_state(opt) if run.options.skip_nonfinite == "step" else []
         for bucket in buckets:

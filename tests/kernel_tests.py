@@ -35,7 +35,7 @@ NAMES = (
     "not_finite_without_skipping_is_as_in_torch",
 )
 
-# Of master weights, stochastic rounding, clipping and skipping.
+# Of master weights, stochastic rounding, clipping and skipping, and of an embedding's gradient added directly.
 PRECISION = (
     "everything_at_once",
     "replaced_parameters_refresh_the_masters",
@@ -55,6 +55,7 @@ PRECISION = (
     "one_micro_batch",
     "large_gradients_are_finite",
     "a_rejected_micro_batch_does_not_count",
+    "buffer_dtypes",
 )
 
 

@@ -171,21 +171,22 @@ def test_main_loops_move_128_bits_at_a_time():
 
 
 def test_kernels_of_any_dtype_move_128_bits_too():
-    """Eight elements of 16 bits, or of 32 bits in two pieces, chosen at launch."""
+    """Eight elements of 16 bits, or of 32 bits in two pieces, chosen at launch; but for what is scattered one by one,
+    where it is not aligned."""
     for kernel in kernels():
-        if "AsLaunched" in kernel.name:
+        if "AsLaunched" in kernel.name and not kernel.name.endswith(", 1>"):
             assert wide_accesses(kernel, "LDG.") >= 3, kernel[:2]
             assert wide_accesses(kernel, "STG.") >= 3, kernel[:2]
 
 
 def test_kernels_of_bf16_that_keeps_more_move_128_bits():
-    """Eight elements; of masters and of their halves either the one or the other."""
+    """Eight elements; masters and their halves take turns at one place."""
     seen = 0
     for kernel in kernels():
         if kernel.name.startswith("step_rows<float, As<fa::bf16>") and "AtLaunch" in kernel.arguments:
-            state, halves = 3 * [4], [2]
-            assert wide_accesses(kernel, "LDG.") >= pieces([4, 2, 2, 4, *halves, *state], 8), kernel[:2]
-            assert wide_accesses(kernel, "STG.") >= pieces([4, 2, 4, *halves, *state], 8), kernel[:2]
+            param, grad, accum, master, *state = 2, 2, 4, 4, 4, 4, 4
+            assert wide_accesses(kernel, "LDG.") >= pieces([param, grad, accum, master, *state], 8), kernel[:2]
+            assert wide_accesses(kernel, "STG.") >= pieces([param, accum, master, *state], 8), kernel[:2]
             seen += 1
     assert seen == 3 * 2
 

@@ -9,6 +9,8 @@ from layers import exact_gradients, loss_of, tokens
 from oracle import same_bits
 from torch import nn
 
+from fused_accum import slots
+
 pytestmark = pytest.mark.filterwarnings("error")
 
 MODES = ["explicit", "in-backward", "direct", "step-in-backward", "direct+step-in-backward", "main-grad"]
