@@ -28,6 +28,8 @@ NAMES = (
     "amsgrad_switched_on_and_off",
     "inference_mode",
     "versions_are_bumped",
+    "dtypes_of_scattered_rows",
+    "rows_that_no_token_names_are_not_touched",
     "replaced_parameters_refresh_the_masters",
     "split_is_exact_and_rounds_ties_away",
     "words_are_those_of_seed_step_parameter_and_element",

@@ -127,6 +127,14 @@ def streams(kernel: Kernel):
     return tuple([SIZES[one] for one in side] for side in stored)
 
 
+def storages_of_scatter(kernel: Kernel):
+    """Bytes of an element of the gradient and of the buffer, and the elements of a piece; None if known at launch."""
+    if not kernel.name.startswith("scatter_rows") or "AsLaunched" in kernel.name:
+        return None
+    _, grad, accum, count = kernel.arguments
+    return SIZES[grad], SIZES[accum], int(count)
+
+
 def wide_accesses(kernel: Kernel, prefix: str) -> int:
     return sum(name.startswith(prefix) and ".128" in name for name in kernel.code)
 
@@ -170,11 +178,25 @@ def test_main_loops_move_128_bits_at_a_time():
     assert seen == 3 * (20 - 4 + 34 - 4)
 
 
+def test_scattered_rows_move_128_bits_at_a_time():
+    """Four tokens of a row under way together, and one; the buffer once. Or element by element."""
+    seen = 0
+    for kernel in kernels():
+        if (sizes := storages_of_scatter(kernel)) is None:
+            continue
+        grad, accum, count = sizes
+        once_read, once_written = grad * count // ALIGNED, accum * count // ALIGNED
+        expected = (5 * once_read + once_written, once_written)
+        assert (wide_accesses(kernel, "LDG."), wide_accesses(kernel, "STG.")) == expected, kernel[:2]
+        seen += count > 1
+    assert seen == 3 * 3
+
+
 def test_kernels_of_any_dtype_move_128_bits_too():
     """Eight elements of 16 bits, or of 32 bits in two pieces, chosen at launch; but for what is scattered one by one,
     where it is not aligned."""
     for kernel in kernels():
-        if "AsLaunched" in kernel.name and not kernel.name.endswith(", 1>"):
+        if "AsLaunched" in kernel.name and not kernel.name.endswith(" 1>"):
             assert wide_accesses(kernel, "LDG.") >= 3, kernel[:2]
             assert wide_accesses(kernel, "STG.") >= 3, kernel[:2]
 
@@ -209,12 +231,12 @@ def test_float32_kernels_do_nothing_in_double_precision():
         double = {name.partition(".")[0] for name in kernel.code if DOUBLE.match(name)}
         if kernel.name.startswith("accumulate_rows<float") and kernel.arguments[-2] == "true":  # sums of squares
             assert double == {"F2F", "DFMA", "DADD"}, kernel[:2]
-        elif kernel.name.startswith(("accumulate_rows<float", "step_rows<float")):
+        elif kernel.name.startswith(("accumulate_rows<float", "step_rows<float", "scatter_rows<float")):
             assert not double, kernel[:2]
             seen += 1
         elif kernel.name.startswith("step_rows<double"):  # so that the pattern is known to find some
             assert double
-    assert seen == 3 * (10 + 28)
+    assert seen == 3 * (10 + 28 + 6)
 
 
 def test_float32_adamw_takes_64_registers_at_most():
