@@ -17,7 +17,7 @@ Environment variables, all optional:
     FUSED_ACCUM_FORCE_CPP  1: a missing or failing compiler fails the installation
     NVCC                   the CUDA compiler, with arguments if any
     NVCCFLAGS              appended to every compilation by it
-    FUSED_ACCUM_CUDA_ARCHS compute capabilities to compile for ("80,90"; the highest also as PTX), or "none" for no
+    FUSED_ACCUM_CUDA_ARCHS compute capabilities to compile for ("80,90"; the lowest also as PTX), or "none" for no
                            CUDA; default: those of 80,86,89,90,100,120 that nvcc knows
     FUSED_ACCUM_FORCE_CUDA 1: a missing or failing nvcc fails the installation
 """
@@ -56,8 +56,7 @@ NVCC_FLAGS = (
 CUDA_ARCHS = ("80", "86", "89", "90", "100", "120")
 OLDEST_NVCC = (12, 1)  # from which on a kernel takes 32764 bytes of parameters
 
-# What both modules are made of.
-SHARED = ("lists.cpp", "rows.cpp", "table.cpp", "tensor_info.cpp")
+SHARED = "shared.cpp"  # both modules link it; what it includes is not compiled on its own
 
 # This one file is compiled once per instruction set; the module picks at run time.
 KERNELS = "cpu_kernels.cpp"
@@ -214,22 +213,31 @@ class Nvcc:
         ).stdout
 
     def flags(self) -> list[str]:
-        threads = min(os.cpu_count() or 1, len(self.archs))
-        newest = max(self.archs, key=lambda arch: int(re.match(r"\d+", arch)[0]))
-        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs]
-        return [*NVCC_FLAGS, *codes, f"-gencode=arch=compute_{newest},code=compute_{newest}", f"--threads={threads}"]
+        """One PTX of the lowest architecture serves all: to make it takes longest, and no kernel needs more of a GPU.
+        It is kept for the GPUs not named, newer ones too. What a suffix makes special ("90a") is compiled on its own.
+        """
+        plain = sorted((arch for arch in self.archs if arch.isdigit()), key=int)
+        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs if arch not in plain]
+        if plain:
+            real = ",".join(f"sm_{arch}" for arch in plain)
+            codes.append(f"-gencode=arch=compute_{plain[0]},code=[{real},compute_{plain[0]}]")
+        return [*NVCC_FLAGS, *codes, f"--threads={min(os.cpu_count() or 1, len(self.archs))}"]
 
 
 def cpu_units(compiler: Compiler) -> list[Unit]:
     isas = compiler.isas()
     have = tuple(f"-DFA_HAVE_{isa.upper()}" for isa in isas)
+    shared = CSRC / SHARED
+    included = re.findall(r'#include "(\w+\.cpp)"', shared.read_text()) if shared.exists() else []
     found = []
     for source in sorted(CSRC.glob("*.cpp")):
+        if source.name in included:
+            continue
         if source.name == KERNELS:
             for isa, flags in {"baseline": (), **isas}.items():
                 found.append(Unit(f"{source.stem}_{isa}.o", source, "cxx", (f"-DFA_ISA={isa}", *flags)))
         elif not source.name.startswith("cuda_"):
-            found.append(Unit(f"{source.stem}.o", source, "cxx", () if source.name in SHARED else have))
+            found.append(Unit(f"{source.stem}.o", source, "cxx", () if source == shared else have))
     if not found:
         raise CannotBuild(f"{CSRC} holds no C++ sources", "use a complete source distribution or clone")
     return found
@@ -297,7 +305,7 @@ def write_ninja(folder: Path, compiler: Compiler, nvcc: Nvcc | None, targets: di
         cpu = objects(cpu_units(compiler))
         ninja.build(os.path.relpath(targets["_C"], folder), "link", cpu)
         if nvcc:
-            own = objects(cuda_units(nvcc)) + [name for name in cpu if name.replace(".o", ".cpp") in SHARED]
+            own = objects(cuda_units(nvcc)) + [name for name in cpu if name == SHARED.replace(".cpp", ".o")]
             static = {"libraries": command(nvcc.cudart, "-lrt")}
             ninja.build(os.path.relpath(targets["_C_cuda"], folder), "link", own, variables=static)
 

@@ -70,24 +70,24 @@ class Copy(kernels.Probe):
         self.a.copy_(self.b)
 
 
-def measure_kernel(name: str, dtype: str, numel: int, backend: str, run: Run, limit: Limit) -> dict[str, Any]:
+def measure_kernel(name: str, kind: str, numel: int, backend: str, run: Run, limit: Limit) -> dict[str, Any]:
     """GB/s of one kernel against a copy; tensors far beyond the cache, so that one set of them is enough."""
-    kernel = kernels.KERNELS[name]
-    param, grad = (torch.randn(numel, device=run.device).to(DTYPES[dtype]) for _ in range(2))
-    ours = kernels.Ours(kernel, param.clone(), grad, backend)
-    theirs = kernels.Torch(kernel, param, grad)
+    kernel, weights = kernels.KERNELS[name], kernels.WEIGHTS[kind]
+    param, grad = (torch.randn(numel, device=run.device).to(DTYPES[weights.dtype]) for _ in range(2))
+    ours = kernels.Ours(kernel, param.clone(), grad, backend, weights.master)
+    theirs = kernels.Torch(kernel, param, grad, weights.master)
     for one in (ours, theirs):
         one.before()
         one.call()
-    equal = harness.require_equal(f"{name}, {dtype}, {backend}", ours.results(), theirs.results())
+    equal = harness.require_equal(f"{name}, {kind}, {backend}", ours.results(), theirs.results())
     ours.after()
     del theirs
     copy = Copy(numel, run.device)
     variants = [Variant("ours", lambda _: ours.stages()), Variant("copy", lambda _: copy.stages())]
     times = harness.interleave(variants, limit, run.device)
-    moved = kernel.bytes[dtype] * numel
+    moved = kernel.bytes[kind] * numel
     return {
-        "backend": backend, "kernel": name, "dtype": dtype, "numel": numel, "bytes": moved,
+        "backend": backend, "kernel": name, "dtype": kind, "numel": numel, "bytes": moved,
         "rounds": len(times["ours"]), "ms": scaled(times["ours"], 1e3), "gb_per_s": rate(moved / 1e9, times["ours"]),
         "copy_gb_per_s": rate(COPY_BYTES * numel / 1e9, times["copy"]),
         "fraction_of_copy": ratio(times["copy"], times["ours"], moved / (COPY_BYTES * numel)), "equal": equal,
@@ -97,15 +97,17 @@ def measure_kernel(name: str, dtype: str, numel: int, backend: str, run: Run, li
 def measure_kernels(run: Run) -> None:
     # At least 256 MB for the pass that moves least, 6 bytes an element.
     sizes = [5000] if run.emulated else [64 << 20, 256 << 20]
-    names = working(run.device)
-    limit = run.limit(len(names) * len(sizes) * len(DTYPES) * len(kernels.KERNELS))
-    for backend in names:
-        for numel in sizes:
-            for dtype in DTYPES:
-                for name in kernels.KERNELS:
-                    if run.over():
-                        return
-                    run.write("kernels", **measure_kernel(name, dtype, numel, backend, run, limit))
+    chosen = []
+    for backend in working(run.device):
+        for kind, (_, master) in kernels.WEIGHTS.items():
+            if master is None or backends.registry()[backend].keeps_weights:
+                chosen += [(backend, kind, name) for name, kernel in kernels.KERNELS.items() if kind in kernel.bytes]
+    limit = run.limit(len(sizes) * len(chosen))
+    for numel in sizes:
+        for backend, kind, name in chosen:
+            if run.over():
+                return
+            run.write("kernels", **measure_kernel(name, kind, numel, backend, run, limit))
 
 
 # -- whole windows -------------------------------------------------------------------------------------------------
@@ -119,13 +121,14 @@ def measure_windows(run: Run) -> None:
     if run.emulated:
         lists = {"gpt-tiny": window.gpt(8, 1, 30, 8)}
     counts = (1, 4) if run.emulated else window.MICROBATCHES
-    limit = run.limit(len(lists) * len(DTYPES) * len(counts))
+    kinds = (*DTYPES, "bf16+fp32")
+    limit = run.limit(len(lists) * len(kinds) * len(counts))
     for name, shapes in lists.items():
-        for dtype in DTYPES:
+        for kind in kinds:
             for n in counts:
                 if run.over():
                     return
-                for row in window.measure(name, shapes, dtype, n, limit, "cuda", run.device):
+                for row in window.measure(name, shapes, kind, n, limit, "cuda", run.device):
                     run.write("windows", **row)
 
 
@@ -209,11 +212,14 @@ def measure_training(run: Run) -> None:
 
 def small(run: Run) -> None:
     """Every kernel once or twice, on little memory."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        for amsgrad in (False, True):
+    options = [{}, {"amsgrad": True}, {"max_grad_norm": 1.0}]
+    keeping = [{"stochastic_rounding": True}, {"master_weights": "fp32"}, {"master_weights": "split"}]
+    kept = {torch.float32: [], torch.bfloat16: keeping, torch.float16: keeping[:2], torch.float64: []}
+    for dtype, more in kept.items():
+        for chosen in options + more:
             params = [torch.nn.Parameter(torch.randn(n, device=run.device).to(dtype)) for n in (1, 4099, 9000)]
             params.append(torch.nn.Parameter(torch.randn(31, 9, device=run.device).to(dtype).t()))
-            optimizer = FusedAccumAdamW(params, amsgrad=amsgrad, backend="cuda")
+            optimizer = FusedAccumAdamW(params, backend="cuda", **chosen)
             for calls in ("s", "as", "aas"):  # from the gradient, with the last add
                 for call in calls:
                     for p in params:

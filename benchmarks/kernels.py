@@ -278,13 +278,13 @@ def draw(result: dict[str, Any]) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     parser = results.arguments("kernels", __doc__, READING)
-    parser.add_argument("--numel", type=int, help="elements of the parameter (default 32 M, 8 M with --quick)")
+    parser.add_argument("--numel", type=int, help="elements of the parameter (default 32 M, 4 M with --quick)")
     parser.add_argument("--dtype", choices=[*WEIGHTS, "all"], default="all", help="and masters")
     parser.add_argument("--kernel", choices=list(KERNELS), action="append", help="only this one (may be repeated)")
     options = parser.parse_args(argv)
     device, facts = results.start(options)
-    numel = options.numel or (8 << 20 if options.quick else 32 << 20)
-    limit = results.limit(options, rounds=31, quick_seconds=2.5)
+    numel = options.numel or (4 << 20 if options.quick else 32 << 20)
+    limit = results.limit(options, rounds=31, quick_seconds=1.5)
     kinds = list(WEIGHTS) if options.dtype == "all" else [options.dtype]
     rows = []
     for kind in kinds:

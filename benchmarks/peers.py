@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import Stage
+from benchmarks.kernels import Weights
 from fused_accum import FusedAccumAdamW
 
 MAX_NORM = 1.0  # of the clipped lists; that of the random gradients is thousands
@@ -53,10 +54,10 @@ def give(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 
 class Ours(Peer):
-    def __init__(self, values: Sequence[Tensor], backend: str, clipped: bool = False):
+    def __init__(self, values: Sequence[Tensor], backend: str, clipped: bool = False, master: str | None = None):
         super().__init__(values)
         self.optimizer = FusedAccumAdamW(
-            self.params, backend=backend, max_grad_norm=MAX_NORM if clipped else None, **HYPER
+            self.params, backend=backend, max_grad_norm=MAX_NORM if clipped else None, master_weights=master, **HYPER
         )
 
     def stages(self, grads: Sequence[Sequence[Tensor]]) -> Iterator[Stage]:
@@ -112,10 +113,14 @@ class Compiled(Accumulating):
 
 
 class Widened(Peer):
-    """torch, exact for 16-bit parameters: fp32 sums of fp32 copies of the gradients, AdamW(fused) on fp32 copies."""
+    """torch, exact for 16-bit parameters: fp32 sums of fp32 copies of the gradients, AdamW(fused) on fp32 copies.
 
-    def __init__(self, values: Sequence[Tensor]):
+    ``masters``: the copies are kept from step to step; else they are made anew from the parameters.
+    """
+
+    def __init__(self, values: Sequence[Tensor], masters: bool):
         super().__init__(values)
+        self.masters = masters
         self.copies = [torch.nn.Parameter(value.float()) for value in values]
         self.optimizer = torch.optim.AdamW(self.copies, fused=True, **HYPER)
         self.sums, self.wide = ([torch.zeros_like(copy) for copy in self.copies] for _ in range(2))
@@ -131,7 +136,8 @@ class Widened(Peer):
 
     @torch.no_grad()
     def update(self) -> None:
-        torch._foreach_copy_(self.copies, self.params)
+        if not self.masters:
+            torch._foreach_copy_(self.copies, self.params)
         if self.clipped:
             self.clip(self.copies)
         self.optimizer.step()
@@ -143,10 +149,16 @@ class Widened(Peer):
         yield harness.nothing, self.update
 
 
-def peers(dtype: str, device: torch.device, compiled: bool = False) -> dict[str, Callable[[Sequence[Tensor]], Peer]]:
+def peers(
+    weights: Weights, device: torch.device, compiled: bool = False
+) -> dict[str, Callable[[Sequence[Tensor]], Peer]]:
     """Everything to compare with, by name."""
-    exact = dtype == "fp32"
-    found: dict[str, Callable[[Sequence[Tensor]], Peer]] = {} if exact else {"torch, fp32 copies": Widened}
+    if weights.master:
+        return {"torch, fp32 masters": partial(Widened, masters=True)}
+    exact = weights.dtype == "fp32"
+    found: dict[str, Callable[[Sequence[Tensor]], Peer]] = {}
+    if not exact:
+        found["torch, fp32 copies"] = partial(Widened, masters=False)
     for way in ("fused", "foreach"):
         found[f"torch AdamW({way})"] = partial(
             Accumulating, make=partial(torch.optim.AdamW, **{way: True}), exact=exact

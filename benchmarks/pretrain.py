@@ -2,8 +2,10 @@
 
 By default on the sources of Python's standard library, in about a minute on two CPU cores; on a GPU where there is
 one. Leaves log.jsonl, loss.png and checkpoint.pt in --out. Ctrl-C saves and stops, in mid-window too; --resume goes
-on, and ends with the very bits of a run never stopped (same machine, same number of threads). The lines to copy
-into a training loop are in benchmarks/loops.py.
+on, from the last checkpoint where the run was killed, and ends with the very bits of a run never stopped (same
+machine, same number of threads). A disk that is full in mid-run ends no training: the last good checkpoint stays,
+the next save is tried as ever, and a run whose last save failed ends with status 1. The lines to copy into a training
+loop are in benchmarks/loops.py.
 """
 
 from __future__ import annotations
@@ -16,10 +18,8 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import math
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from benchmarks.batches import MicroBatches, Windows
 from benchmarks.run_log import Log, peak_memory, plot
 from benchmarks.settings import Request, as_dict, parse
 from benchmarks.side import Side
+from benchmarks.stop_request import StopRequest
 from benchmarks.summary import comparison, readable, shown, size
 from benchmarks.text import bigram_loss, load_text
 
@@ -61,6 +62,7 @@ class Run:
         self.device = _device()
         self.sides = [Side(name, s, self.device) for name in s.sides()]
         self.position, self.tokens, self.seconds = 0, 0, 0.0
+        self.unsaved: str | None = None  # why the last checkpoint could not be written
         if saved:
             self._restore(saved)
         try:
@@ -90,6 +92,8 @@ class Run:
             torch=torch.__version__,
             position=self.position,
         )
+        if self.log.trouble:
+            raise JobError(f"{self.log.trouble}; make room, or choose another --out")
 
     def lr(self, window: int) -> float:
         """Linear warm-up, then a cosine down to a twentieth."""
@@ -158,6 +162,10 @@ class Run:
         return f"step {step}: held-out loss {each}, bigram model {self.bigram:.4f} nats per byte"
 
     def save(self) -> None:
+        """Write the checkpoint; ``unsaved`` tells of an error, which does not end the training.
+
+        Memory then holds the only copy of what was learned since the last one, and there may be room the next time.
+        """
         content = {
             "settings": as_dict(self.settings),
             "text": self.text.digest,
@@ -168,7 +176,17 @@ class Run:
             "log": self.log.text(),
             "sides": {side.name: side.state() for side in self.sides},
         }
-        train_state.save(self.out / CHECKPOINT, content)
+        try:
+            train_state.save(self.out / CHECKPOINT, content)
+            self.unsaved = None
+        except JobError as error:
+            self.unsaved = str(error)
+
+    def require_saved(self) -> None:
+        """Raise JobError where the last checkpoint or the log's last lines could not be written."""
+        troubles = [trouble for trouble in (self.unsaved, self.log.trouble) if trouble]
+        if troubles:
+            raise JobError("; ".join(troubles))
 
     def report(self) -> None:
         """Print, log and draw what came out."""
@@ -191,8 +209,10 @@ class Run:
         plot(self.log, self.out / "loss.png", f"Byte-level GPT, {s.layers} layers of {s.model_width}")
         print(
             f"{self.tokens:,} tokens per optimizer, {self.seconds:.0f} s of training, peak memory "
-            f"{size(peak_memory(self.device))}; log.jsonl, loss.png and {CHECKPOINT} are in {self.out}"
+            f"{size(peak_memory(self.device))}"
         )
+        self.require_saved()
+        print(f"log.jsonl, loss.png and {CHECKPOINT} are in {self.out}")
 
     def _restore(self, saved: dict[str, Any]) -> None:
         for side in self.sides:
@@ -216,31 +236,14 @@ def _device() -> torch.device:
     return torch.device("cuda")
 
 
-class StopRequest:
-    """While inside, the first SIGINT or SIGTERM is only noted, in ``signal``; a second one acts as ever."""
-
-    def __enter__(self) -> StopRequest:
-        self.signal: int | None = None
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self.signal = number
-        signal.signal(number, self._before[number])
-
-
 def train(run: Run, stop: StopRequest) -> bool:
     """Train to the end, or to the end of the micro-batch in which a stop was requested; returns whether to the end.
 
-    Saves with every held-out loss, at the end, and when stopped.
+    Saves with every held-out loss, at the end, and when stopped. A file that cannot be written is told of at once.
     """
     from tqdm import tqdm
 
-    s = run.settings
+    s, lost_lines = run.settings, False
     done = run.windows.of(run.position)
     seconds = 0.5 if sys.stderr.isatty() else 10  # between two drawings: in a file each is a line
     with tqdm(total=s.steps, initial=done, unit="step", dynamic_ncols=True, mininterval=seconds) as bar:
@@ -252,6 +255,11 @@ def train(run: Run, stop: StopRequest) -> bool:
             if bar.n % s.eval_every == 0 or run.position == run.end:
                 bar.write(run.log_held_out())
                 run.save()
+                if run.unsaved:
+                    bar.write(f"pretrain: {run.unsaved}; training goes on, and saves again later", file=sys.stderr)
+            if run.log.trouble and not lost_lines:
+                bar.write(f"pretrain: {run.log.trouble}; the log goes on in memory", file=sys.stderr)
+            lost_lines = run.log.trouble is not None
     if run.position < run.end:
         run.save()
     return run.position == run.end
@@ -271,6 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
             run = Run(request)
             run.introduce()
             if not train(run, stop):
+                run.require_saved()
                 print(f"stopped after micro-batch {run.position} of {run.end}; go on with --resume --out {run.out}")
                 return 128 + stop.signal
             run.report()

@@ -119,7 +119,7 @@ def regressions(old: dict[str, Any], new: dict[str, Any], key: Sequence[str], fi
     return found
 
 
-def arguments(program: str, text: str, reading: str) -> argparse.ArgumentParser:
+def arguments(program: str, text: str, reading: str, timed: bool = True) -> argparse.ArgumentParser:
     """The options all benchmarks have. ``reading``: how to read the output, shown by --help."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{program}", description=text, epilog=reading,
@@ -129,8 +129,9 @@ def arguments(program: str, text: str, reading: str) -> argparse.ArgumentParser:
     add("--backend", default="auto", help="of FusedAccumAdamW: auto, or a name from python -m fused_accum")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default cpu)")
     add("--threads", type=int, help="CPU threads (default: torch's)")
-    add("--rounds", type=int, help="how often every variant is timed, at most")
-    add("--seconds", type=float, help=f"for each comparison; {FEWEST_ROUNDS} rounds are made in any case")
+    if timed:
+        add("--rounds", type=int, help="how often every variant is timed, at most")
+        add("--seconds", type=float, help=f"for each comparison; {FEWEST_ROUNDS} rounds are made in any case")
     add("--quick", action="store_true", help="smaller and fewer: under a minute on an idle machine")
     add("--json", metavar="FILE", type=Path, help="write environment and rows")
     add("--plot", metavar="PNG", type=Path, help="draw them (needs matplotlib)")
@@ -157,7 +158,7 @@ def start(options: argparse.Namespace) -> tuple[torch.device, dict[str, Any]]:
         raise SystemExit(str(error)) from None
     facts = environment(device, options.backend)
     print(heading(facts), flush=True)
-    if (facts["load"] or 0) > facts["cores"] / 2:
+    if "rounds" in options and (facts["load"] or 0) > facts["cores"] / 2:
         print(
             f"The machine is busy (load {facts['load']}, {facts['cores']} cores). Threads that wait for each other, "
             "as torch's do after every operation, suffer most from that: ratios to them are too good here."

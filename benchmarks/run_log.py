@@ -14,12 +14,20 @@ from benchmarks import JobError
 
 
 class Log:
-    """JSON lines in a file at ``path``, which is written anew, beginning with ``text``: a checkpoint's log so far."""
+    """JSON lines in a file at ``path``, which is written anew, beginning with ``text``: a checkpoint's log so far.
+
+    trouble: what kept the last line from the file, or None. The lines are all here, and the next one brings those
+    that are missing. Raises JobError where the file cannot be begun.
+    """
 
     def __init__(self, path: Path, text: str = ""):
         self.path = path
+        self.trouble: str | None = None
+        self._pieces: list[str] = []
+        self._missing = b""
         try:
-            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+            # Unbuffered, so that after an error it is known how many bytes are in the file.
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - open as long as the run
         except OSError as error:
             raise JobError(f"cannot write {path}: {error.strerror}; choose another --out") from error
         self._append(text)
@@ -29,7 +37,7 @@ class Log:
 
     def text(self) -> str:
         """All that was written so far, before a resume too."""
-        return self.path.read_text(encoding="utf-8")
+        return "".join(self._pieces)
 
     def events(self, event: str) -> list[dict[str, Any]]:
         """All lines of the kind ``event`` so far."""
@@ -37,11 +45,14 @@ class Log:
         return [line for line in lines if line["event"] == event]
 
     def _append(self, text: str) -> None:
+        self._pieces.append(text)
+        self._missing += text.encode()
+        self.trouble = None
         try:
-            self._file.write(text)
-            self._file.flush()
+            while self._missing:
+                self._missing = self._missing[self._file.write(self._missing) :]
         except OSError as error:
-            raise JobError(f"cannot write {self.path}: {error.strerror}") from error
+            self.trouble = f"cannot write {self.path}: {error.strerror}"
 
 
 def peak_memory(device: torch.device) -> int:

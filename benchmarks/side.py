@@ -86,13 +86,13 @@ class Side:
         return total / int(passages.lengths.sum())
 
     def state(self) -> dict[str, Any]:
-        window = {"loss_sum": self.loss_sum, "seconds": self.seconds}
+        window = {"loss_sum": self.loss_sum, "seconds": self.seconds, "gradient_bytes": self.gradient_bytes}
         return {**train_state.training_state(self.model, self.optimizer), **window}
 
     def restore(self, saved: dict[str, Any]) -> None:
         train_state.restore_training_state(self.model, self.optimizer, saved)
         self.loss_sum.copy_(saved["loss_sum"])
-        self.seconds = saved["seconds"]
+        self.seconds, self.gradient_bytes = saved["seconds"], saved["gradient_bytes"]
 
     def _note_gradient_bytes(self, *_: Any) -> None:
         self.gradient_bytes = max(self.gradient_bytes, gradient_bytes(self.optimizer))

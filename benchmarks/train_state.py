@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from benchmarks import JobError
 from fused_accum import FusedAccumAdamW
 
-FORMAT = "fused_accum pretrain 1"
+FORMAT = "fused_accum pretrain 2"
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
@@ -34,9 +35,18 @@ def save(path: Path, content: dict[str, Any]) -> None:
         finally:
             os.close(folder)
     except (OSError, RuntimeError) as error:
-        aside.unlink(missing_ok=True)
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
         kept = "; the checkpoint written before is still there" if path.exists() else ""
-        raise JobError(f"cannot write {path}: {error}{kept}") from error
+        raise JobError(f"cannot write {path}: {_reason(error)}{kept}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """In words. torch.save puts an error of its own ("unexpected pos") over that of a file it cannot write."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return str(cause or error)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks import harness, results
 from benchmarks.harness import DTYPES, Limit, Variant, ratio, scaled
-from benchmarks.kernels import KERNELS
+from benchmarks.kernels import KERNELS, WEIGHTS
 from benchmarks.peers import Ours, peers
 from benchmarks.results import show
 
@@ -25,11 +25,12 @@ How to read the output, one row per list of tensors, dtype, N and other optimize
                 gpt-300: those of 25 layers of width 256 (300 tensors, 20 M parameters). "clipped": ours with
                 max_grad_norm, the others with clip_grad_norm_ before their step().
   ms            of a window with FusedAccumAdamW: N - 1 accumulate() and a step(). bytes: what it must move per
-                parameter, counted.
+                parameter, counted. bf16+fp32, bf16+split: bf16 parameters and gradients, with masters.
   peer, its ms  torch's accumulate as autograd does: the first gradient becomes p.grad (free of charge), each further
                 one is added into it, tensor by tensor; then step() and zero_grad(). Only these calls are timed.
   kind          exact: the same update (compared first; * marks the fastest of them). approximate: cheaper arithmetic,
-                another result: for bf16, sums and moments in bf16.
+                another result: for bf16, sums and moments in bf16. "fp32 masters": gradients are added in fp32,
+                AdamW(fused) updates fp32 masters, and these are copied back.
   x faster      ms of the peer over ours, median of the rounds and its 95 % interval.
 What to expect in fp32: at N=1 not slower than the fastest exact peer, at N=8 at least 0.95 of its speed (116 bytes
 against 112: zeroing the buffer in place is the difference)."""
@@ -53,9 +54,12 @@ def tensor_lists(shrink: int) -> dict[str, list[tuple[int, ...]]]:
     }
 
 
-def window_bytes(dtype: str, microbatches: int, clipped: bool = False) -> int:
+def window_bytes(kind: str, microbatches: int, clipped: bool = False) -> int:
     """What our window must move per parameter, counted."""
-    first, add, alone, from_buffer, last = (kernel.bytes[dtype] for kernel in KERNELS.values())
+    dtype = WEIGHTS[kind].dtype
+    first, add, alone, from_buffer, last = (
+        kernel.bytes[kind if kernel.steps else dtype] for kernel in KERNELS.values()
+    )
     if clipped:  # the norm of the last sum comes with the pass that writes it; of a single gradient it takes a read
         norm = DTYPES[dtype].itemsize
         return norm + alone if microbatches == 1 else first + add * (microbatches - 1) + from_buffer
@@ -63,21 +67,22 @@ def window_bytes(dtype: str, microbatches: int, clipped: bool = False) -> int:
 
 
 def measure(
-    name: str, shapes: Sequence[tuple[int, ...]], dtype: str, microbatches: int, limit: Limit, backend: str,
+    name: str, shapes: Sequence[tuple[int, ...]], kind: str, microbatches: int, limit: Limit, backend: str,
     device: torch.device, clipped: bool = False, compiled: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One row per peer; raises harness.NotEqual when an exact one does not compute what ours does."""
 
     def tensors() -> list[Tensor]:
-        return [torch.randn(shape, device=device).to(DTYPES[dtype]) for shape in shapes]
+        return [torch.randn(shape, device=device).to(DTYPES[weights.dtype]) for shape in shapes]
 
+    weights = WEIGHTS[kind]
     values, sets = tensors(), [tensors() for _ in range(min(DISTINCT_GRADS, microbatches + 1))]
 
     def grads(k: int) -> list[list[Tensor]]:
         return [sets[(k * microbatches + i) % len(sets)] for i in range(microbatches)]
 
-    taking_part = {key: make(values) for key, make in peers(dtype, device, compiled).items()}
-    taking_part = {OURS: Ours(values, backend, clipped), **taking_part}
+    taking_part = {key: make(values) for key, make in peers(weights, device, compiled).items()}
+    taking_part = {OURS: Ours(values, backend, clipped, weights.master), **taking_part}
     for peer in taking_part.values():
         peer.clipped = clipped
         peer.norm_in_double = True  # to compare: torch's own of 14 M elements is off by 6e-4 on a CPU
@@ -89,7 +94,7 @@ def measure(
     for key, peer in taking_part.items():
         if peer.exact:
             theirs = peer.results()
-            what = f"{name}, {dtype}, N={microbatches}, {key}"
+            what = f"{name}, {kind}, N={microbatches}, {key}"
             equal[key] = harness.require_equal(what, {entry: ours[entry] for entry in theirs}, theirs)
     for peer in taking_part.values():
         peer.norm_in_double = False
@@ -100,12 +105,12 @@ def measure(
     return [
         {
             "list": f"{name}, clipped" if clipped else name,
-            "dtype": dtype,
+            "dtype": kind,
             "microbatches": microbatches,
             "peer": key,
             "tensors": len(shapes),
             "parameters": sum(value.numel() for value in values),
-            "bytes_per_parameter": window_bytes(dtype, microbatches, clipped),
+            "bytes_per_parameter": window_bytes(kind, microbatches, clipped),
             "rounds": len(times[key]),
             "ms": scaled(times[OURS], 1e3),
             "peer_ms": scaled(times[key], 1e3),
@@ -133,8 +138,8 @@ def draw(result: dict[str, Any]) -> Any:
     plt = results.pyplot()
     rows = result["rows"]
     lists, dtypes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("list", "dtype"))
-    colours = dict(zip([OURS, *dict.fromkeys(row["peer"] for row in rows)],
-                       ("#1f4e9c", "#c0392b", "#999999", "#d9a441", "#2a9d8f")))  # fmt: skip
+    palette = ("#1f4e9c", "#c0392b", "#999999", "#d9a441", "#2a9d8f", "#8d5a97", "#7f8c3a", "#444444")
+    colours = dict(zip([OURS, *dict.fromkeys(row["peer"] for row in rows)], palette))
     figure, grid = plt.subplots(len(lists), len(dtypes), figsize=(5.5 * len(dtypes), 3.4 * len(lists)), squeeze=False)
     for axes, (name, dtype) in zip(grid.flat, product(lists, dtypes)):
         here = [row for row in rows if (row["list"], row["dtype"]) == (name, dtype)]
@@ -157,22 +162,25 @@ def draw(result: dict[str, Any]) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     parser = results.arguments("window", __doc__, READING)
-    parser.add_argument("--dtype", choices=[*DTYPES, "all"], default="all", help="of parameters and gradients")
+    parser.add_argument(
+        "--dtype", choices=[*WEIGHTS, "all"], default="all", help="and masters (--quick: fp32 and bf16)"
+    )
     parser.add_argument("--microbatches", type=int, nargs="+", help="N (default 1 4 8; 1 8 with --quick)")
     parser.add_argument("--clip", choices=["no", "only", "both"], help="clipped (default both; --quick: no)")
     parser.add_argument("--shrink", type=int, help="divide the widths by this (default 1; 2 with --quick)")
     parser.add_argument("--compiled", action="store_true", help="also AdamW with its step compiled: takes minutes")
     options = parser.parse_args(argv)
     device, facts = results.start(options)
-    limit = results.limit(options, rounds=31, quick_seconds=3)
+    limit = results.limit(options, rounds=31, quick_seconds=2)
     clip = options.clip or ("no" if options.quick else "both")
+    kinds = [options.dtype] if options.dtype != "all" else list(DTYPES if options.quick else WEIGHTS)
     rows = []
     for name, shapes in tensor_lists(options.shrink or (2 if options.quick else 1)).items():
-        for dtype in DTYPES if options.dtype == "all" else [options.dtype]:
+        for kind in kinds:
             for n in options.microbatches or ((1, 8) if options.quick else MICROBATCHES):
                 for clipped in {"no": [False], "only": [True], "both": [False, True]}[clip]:
-                    print(f"{name}, {dtype}, N={n}{', clipped' * clipped} ...", file=sys.stderr, flush=True)
-                    rows += measure(name, shapes, dtype, n, limit, options.backend, device, clipped, options.compiled)
+                    print(f"{name}, {kind}, N={n}{', clipped' * clipped} ...", file=sys.stderr, flush=True)
+                    rows += measure(name, shapes, kind, n, limit, options.backend, device, clipped, options.compiled)
     print(f"at most {limit.rounds} rounds\n\n{as_table(rows)}")
     result = {"benchmark": "window", "environment": facts, "rows": rows}
     key = ("list", "dtype", "microbatches", "peer", "parameters")

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cpu_access.h"
+#include "cpu_squares.h"
 
 #define FA_CONCAT_(a, b) a##b
 #define FA_CONCAT(a, b) FA_CONCAT_(a, b)
@@ -27,48 +28,6 @@ void add(T* __restrict__ a, const G* __restrict__ g, T scale, int64_t n) {
 template <class T, class G>
 void write(T* __restrict__ a, const G* __restrict__ g, T scale, int64_t n) {
   for (int64_t i = 0; i < n; ++i) a[i] = first_contribution(scale, load_as<T>(g[i]));
-}
-
-// A sum of squares in double, in 16 lanes and a fixed tree above them, so that every instruction set gives the same bits
-// (the square of a float is exact, and products are never contracted). Added to in multiples of 16 but for the last time.
-template <class T>
-class Squares {
- public:
-  void add(const T* x, int64_t n) {
-    Sums lanes = lanes_;  // in registers: for all the compiler knows, x might be lanes_
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-      Values values;
-      memcpy(&values, x + i, sizeof values);
-      const Sums wide = __builtin_convertvector(values, Sums);
-      lanes += wide * wide;
-    }
-    for (int64_t j = 0; i + j < n; ++j) lanes[j] += double(x[i + j]) * double(x[i + j]);
-    lanes_ = lanes;
-  }
-
-  double total() const {
-    double sums[kLanes];
-    memcpy(sums, &lanes_, sizeof sums);
-    for (int64_t half = kLanes / 2; half; half /= 2) {
-      for (int64_t j = 0; j < half; ++j) sums[j] += sums[j + half];
-    }
-    return sums[0];
-  }
-
- private:
-  static constexpr int64_t kLanes = 16;
-  typedef T Values __attribute__((vector_size(kLanes * sizeof(T)), aligned(alignof(T))));
-  typedef double Sums __attribute__((vector_size(kLanes * sizeof(double))));
-
-  Sums lanes_ = {};
-};
-
-template <class T>
-double sum_of_squares(const T* x, int64_t n) {
-  Squares<T> sum;
-  sum.add(x, n);
-  return sum.total();
 }
 
 // `squares`, if not null, is added to.

@@ -63,7 +63,7 @@ struct Line {
   }
 };
 
-// The sums of squares of a call's rows: of blocks while it runs, then of rows, each added up in the order of its blocks.
+// The sums of squares of a call's rows: of blocks while it runs, then of rows, in the lanes of kSquaresLanes.
 class BlockSquares {
  public:
   explicit BlockSquares(const Line& line) : line_(line), sums_(size_t(line.length() / kSquaresBlock)) {}
@@ -73,9 +73,16 @@ class BlockSquares {
   void finish() {
     for (int64_t i = 0; i < line_.count; ++i) {
       if (!line_.rows[i].squares) continue;
-      double sum = 0;
-      for (const double* block = at(line_.start[i]); block != at(line_.start[i + 1]); ++block) sum += *block;
-      *line_.rows[i].squares = sum;
+      const double* blocks = at(line_.start[i]);
+      const int64_t count = at(line_.start[i + 1]) - blocks;
+      double lanes[kSquaresLanes] = {};
+      for (int64_t k = 0; k < count; ++k) lanes[k % kSquaresLanes] += blocks[k];
+      int half = kSquaresLanes / 2;
+      while (half && half >= count) half /= 2;  // from there on all is 0
+      for (; half; half /= 2) {
+        for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
+      }
+      *line_.rows[i].squares = lanes[0];
     }
   }
 

@@ -65,8 +65,8 @@ struct As {
   }
 };
 
-// How a tensor is stored: float32, bfloat16 or float16, as the launch says. Loads branch on the size alone and convert
-// later, so that they need not wait for each other.
+// How a tensor is stored: float32, bfloat16, float16 or i16, as the launch says. Loads branch on the size alone and
+// convert later, so that they need not wait for each other.
 struct AsLaunched {
   static constexpr int kWidest = 8;
   template <int kCount>
@@ -117,7 +117,7 @@ struct AsLaunched {
     return raw;
   }
 
- private:
+  // The 16-bit values of `raw`, of any 16-bit dtype, and back.
   template <int kCount>
   static __device__ __forceinline__ Pack<bf16, kCount> halves(const Raw<kCount>& raw) {
     Pack<bf16, kCount> half;
@@ -173,6 +173,23 @@ __device__ __forceinline__ StepScalars<T> load_scalars(const ScalarSlot& slot) {
   }
   return s;
 }
+
+// A micro-batch's scale, by value or from the device.
+template <class T>
+struct Scale {
+  T value;
+  bool nothing;  // is added
+
+  template <class Table>
+  explicit __device__ __forceinline__ Scale(const Table& table) {
+    if constexpr (sizeof(T) == 4) {
+      value = table.device_scale ? global_load(&table.device_scale->narrow) : table.scale_f32;
+    } else {
+      value = table.device_scale ? global_load(&table.device_scale->wide) : table.scale;
+    }
+    nothing = table.device_scale && value == 0;
+  }
+};
 
 // Rounds a sum to what a buffer of `dtype` would give back.
 template <class T>

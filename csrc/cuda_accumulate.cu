@@ -3,15 +3,16 @@
 // A block works on one chunk of one row. Where all tensors of a row are aligned to 16 bytes, a thread moves 16 bytes
 // at a time, several loads before any arithmetic, so that they are under way together; what is left over, and rows
 // that are not aligned, go element by element.
-#include "cuda_access.h"
+#include "cuda_squares.h"
 
 namespace fa {
 namespace {
 
-// (1) on kCount elements in each of kPieces places that are `apart` elements from each other.
-template <class T, class G, class A, bool kAdd, int kCount, int kPieces>
+// (1) on kCount elements in each of kPieces places that are `apart` elements from each other. `keep`, given the number
+// of a piece and the sums as the buffer holds them, is for sums of squares; without a buffer they alone are wanted.
+template <class T, class G, class A, bool kAdd, bool kSquares, int kCount, int kPieces, class Keep>
 __device__ __forceinline__ void accumulate_pieces(const char* grad, char* accum, DType grad_dtype, DType accum_dtype,
-                                                  T scale, int apart) {
+                                                  const Scale<T>& scale, int apart, bool writes, Keep keep) {
   typename G::template Raw<kCount> g[kPieces];
   typename A::template Raw<kCount> a[kPieces];
 #pragma unroll
@@ -26,56 +27,66 @@ __device__ __forceinline__ void accumulate_pieces(const char* grad, char* accum,
     if (kAdd) A::template decode<T, kCount>(a[k], accum_dtype, sum);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      sum[j] = kAdd ? add_contribution(sum[j], scale, x[j]) : first_contribution(scale, x[j]);
+      if ((!kAdd || kSquares) && scale.nothing) sum[j] = kAdd ? sum[j] : T(0);
+      else sum[j] = kAdd ? add_contribution(sum[j], scale.value, x[j]) : first_contribution(scale.value, x[j]);
     }
-    A::template store<kCount>(A::at(accum, k * apart, accum_dtype), A::template encode<T, kCount>(sum, accum_dtype),
-                              accum_dtype);
+    if (!kSquares || writes) {
+      A::template store<kCount>(A::at(accum, k * apart, accum_dtype), A::template encode<T, kCount>(sum, accum_dtype),
+                                accum_dtype);
+    }
+    if constexpr (kSquares) {
+      if constexpr (std::is_same_v<A, AsLaunched>) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) sum[j] = rounded_to(accum_dtype, sum[j]);
+      }
+      keep(k, sum);
+    }
   }
 }
 
-template <class T> struct ScaleOf;
-template <> struct ScaleOf<float> {
-  template <class Table> static __device__ float of(const Table& table) { return table.scale_f32; }
-};
-template <> struct ScaleOf<double> {
-  template <class Table> static __device__ double of(const Table& table) { return table.scale; }
-};
+template <int k> using Int = std::integral_constant<int, k>;
 
-template <class T, class G, class A, bool kAdd, class Table>
+template <class T, class G, class A, bool kAdd, bool kSquares, class Table>
 __global__ void __launch_bounds__(kThreads, 4) accumulate_rows(const __grid_constant__ Table table) {
   const Part part = part_of_block(table);
   char* const* data = table.data[part.row];
   const DType grad_dtype = table.dtypes[kGrad], accum_dtype = table.dtypes[kAccum];
   const char* grad = G::at(data[kGrad], part.start, grad_dtype);
   char* accum = A::at(data[kAccum], part.start, accum_dtype);
-  const T scale = ScaleOf<T>::of(table);
+  const Scale<T> scale(table);
+  if (kAdd && !kSquares && scale.nothing) return;  // here, where it costs no register
+  const bool writes = !kSquares || data[kAccum];
+  typename Shared<T>::Unit* units = nullptr;
+  if constexpr (kSquares) {
+    using Unit = typename Shared<T>::Unit;
+    FA_SHARED(Unit, shared, Shared<T>::kUnits);
+    units = shared;
+  }
 
   constexpr int kCount = kWidestOf<G, A>;
   constexpr int kPieces = int(kChunkElements) / kCount / kThreads > 2 ? 4 : 2;
   const bool aligned = (reinterpret_cast<uintptr_t>(data[kGrad]) | reinterpret_cast<uintptr_t>(data[kAccum])) % 16 == 0;
   const int thread = int(threadIdx.x);
-  const auto grad_at = [&](int i) { return G::at(const_cast<char*>(grad), i, grad_dtype); };
-  const auto accum_at = [&](int i) { return A::at(accum, i, accum_dtype); };
+  const auto pieces = [&](int i, auto count, auto number) {
+    using Count = decltype(count);
+    const int apart = Count::value * kThreads;
+    accumulate_pieces<T, G, A, kAdd, kSquares, Count::value, decltype(number)::value>(
+        G::at(const_cast<char*>(grad), i, grad_dtype), A::at(accum, i, accum_dtype), grad_dtype, accum_dtype, scale,
+        apart, writes, [&](int k, const T (&sum)[Count::value]) { Shared<T>::store(units, i + k * apart, sum); });
+  };
   int done = 0;
   if (aligned) {
     constexpr int kTogether = kCount * kPieces * kThreads;
 #pragma unroll 1
-    for (; done + kTogether <= part.count; done += kTogether) {
-      const int i = done + thread * kCount;
-      accumulate_pieces<T, G, A, kAdd, kCount, kPieces>(grad_at(i), accum_at(i), grad_dtype, accum_dtype, scale,
-                                                        kCount * kThreads);
-    }
+    for (; done + kTogether <= part.count; done += kTogether) pieces(done + thread * kCount, Int<kCount>(), Int<kPieces>());
     const int end = part.count / kCount * kCount;
 #pragma unroll 1
-    for (int i = done + thread * kCount; i < end; i += kCount * kThreads) {
-      accumulate_pieces<T, G, A, kAdd, kCount, 1>(grad_at(i), accum_at(i), grad_dtype, accum_dtype, scale, 0);
-    }
+    for (int i = done + thread * kCount; i < end; i += kCount * kThreads) pieces(i, Int<kCount>(), Int<1>());
     done = end;
   }
 #pragma unroll 1
-  for (int i = done + thread; i < part.count; i += kThreads) {
-    accumulate_pieces<T, G, A, kAdd, 1, 1>(grad_at(i), accum_at(i), grad_dtype, accum_dtype, scale, 0);
-  }
+  for (int i = done + thread; i < part.count; i += kThreads) pieces(i, Int<1>(), Int<1>());
+  if constexpr (kSquares) store_squares<T>(units, part.count, table.squares + int64_t(blockIdx.x) * kSums);
 }
 
 // Calls f with the storages of gradient and buffer and the arithmetic's dtype.
@@ -100,12 +111,13 @@ void launch_accumulate(const KernelKey& key, const LargeTable& table, unsigned b
       using G = decltype(g);
       using A = decltype(a);
       using T = decltype(wide);
+      if (key.squares) return launch(&accumulate_rows<T, G, A, add.value, true, LargeTable>, table, blocks, stream);
       if constexpr (kCommon<G> && kCommon<A>) {
         if (table.count <= SmallTable::kCapacity) {
-          return launch(&accumulate_rows<T, G, A, add.value, SmallTable>, SmallTable(table), blocks, stream);
+          return launch(&accumulate_rows<T, G, A, add.value, false, SmallTable>, SmallTable(table), blocks, stream);
         }
       }
-      launch(&accumulate_rows<T, G, A, add.value, LargeTable>, table, blocks, stream);
+      launch(&accumulate_rows<T, G, A, add.value, false, LargeTable>, table, blocks, stream);
     });
   });
 }

@@ -1,7 +1,7 @@
 // What cuda_launch.cpp fills in and the kernels in cuda_*.cu run: tables of rows that go to a kernel by value.
 //
 // By value, because then there is nothing to upload, to keep alive or to order between streams, and a CUDA graph keeps
-// its own copy. 32764 bytes of parameters (CUDA 12.1, compute capability 7.0) hold 500 rows: one launch for the few
+// its own copy. 32764 bytes of parameters (CUDA 12.1, compute capability 7.0) hold 450 rows: one launch for the few
 // hundred tensors of a model, found in the constant cache by bisection. Calls of few rows (step in backward: one)
 // use the small table, since all of a kernel's parameters are copied at every launch.
 #pragma once
@@ -18,13 +18,21 @@ constexpr int kThreads = 256;            // of a block
 constexpr int64_t kChunkElements = 4096;  // of a block: 16 a thread
 constexpr int kParameterBytes = 32764;
 
-enum Tensor { kParam, kExpAvg, kExpAvgSq, kGrad, kAccum, kMaxExpAvgSq, kTensors };
+enum Tensor { kParam, kExpAvg, kExpAvgSq, kGrad, kAccum, kMaxExpAvgSq, kMaster, kTensors };
 
 // Scalars of one row of an update, in the dtype of its arithmetic. Made by count_updates, read by the kernels of the
 // same step; the memory is the caller's.
 struct alignas(16) ScalarSlot {
   unsigned char scalars[sizeof(StepScalars<double>)];
   uint32_t skip;  // not 0: no update, the window is dropped
+  uint32_t parameter, step;  // as in Randomness
+  uint32_t ignores_grad;     // not 0: the last micro-batch counts nothing
+};
+
+// A scale that only the device knows. 0 adds nothing, not even NaN.
+struct DeviceScale {
+  double wide;
+  float narrow;
 };
 
 template <int kCapacity_>
@@ -35,8 +43,13 @@ struct RowTable {
   double scale = 1;                   // of an accumulation
   float scale_f32 = 1;
   int count = 0;
+  const DeviceScale* device_scale = nullptr;  // instead
   DType dtypes[kTensors] = {};        // of all rows
   DType accum_dtype = DType::f32;     // as Row::accum_dtype
+  Weights weights = Weights::plain;   // of all rows, as these
+  bool has_grad = false, has_accum = false, amsgrad = false;
+  uint64_t seed = 0;                  // of stochastic rounding
+  double* squares = nullptr;          // of an accumulation: for every kSquaresBlock elements of a block its sum
   unsigned first_block[kCapacity];    // of each row
   int slot[kCapacity];                // its number in slots
   int64_t numel[kCapacity];
@@ -49,7 +62,14 @@ struct RowTable {
         scale(other.scale),
         scale_f32(other.scale_f32),
         count(other.count),
-        accum_dtype(other.accum_dtype) {
+        device_scale(other.device_scale),
+        accum_dtype(other.accum_dtype),
+        weights(other.weights),
+        has_grad(other.has_grad),
+        has_accum(other.has_accum),
+        amsgrad(other.amsgrad),
+        seed(other.seed),
+        squares(other.squares) {
     std::copy(std::begin(other.dtypes), std::end(other.dtypes), dtypes);
     std::copy_n(other.first_block, count, first_block);
     std::copy_n(other.slot, count, slot);
@@ -57,10 +77,10 @@ struct RowTable {
     std::copy_n(&other.data[0][0], count * kTensors, &data[0][0]);
   }
 };
-using LargeTable = RowTable<511>;
-using SmallTable = RowTable<60>;
-static_assert(sizeof(LargeTable) <= kParameterBytes && sizeof(LargeTable) > kParameterBytes - 64);
-static_assert(sizeof(SmallTable) <= 4096);
+using LargeTable = RowTable<454>;
+using SmallTable = RowTable<56>;
+static_assert(sizeof(LargeTable) <= kParameterBytes && sizeof(RowTable<LargeTable::kCapacity + 1>) > kParameterBytes);
+static_assert(sizeof(SmallTable) <= 4096 && sizeof(RowTable<SmallTable::kCapacity + 1>) > 4096);
 
 // One row whose tensors do not lie in one order, or of dtypes no other kernel knows.
 struct StridedRow {
@@ -68,11 +88,16 @@ struct StridedRow {
 
   const ScalarSlot* slots = nullptr;
   double scale = 1;
+  float scale_f32 = 1;
+  const DeviceScale* device_scale = nullptr;
   int slot = 0;
   int ndim = 0;
   DType dtypes[kTensors] = {};
   DType accum_dtype = DType::f32;
+  Weights weights = Weights::plain;
   bool has_grad = false, has_accum = false, amsgrad = false;
+  uint64_t seed = 0;
+  double* squares = nullptr;          // as in RowTable, of the whole row
   int64_t numel = 0;
   int64_t sizes[kDims];
   char* data[kTensors] = {};
@@ -89,27 +114,43 @@ struct CountTable {
   double scale = 1, coefficient = 1;
   const float* grad_scale = nullptr;  // what all gradients were multiplied by; null: 1
   const float* found_inf = nullptr;   // not 0: no update; null: 0
+  const double* clip = nullptr;       // multiplies the coefficient; null: 1
+  const DeviceScale* device_scale = nullptr;  // instead of scale
   int count = 0;
   Hyper groups[kGroups];
   void* step[kCapacity];             // on the device: counted there; on the host: the bits of the new count, a double
+  uint32_t parameter[kCapacity];     // as in Randomness
   uint8_t group[kCapacity];
   uint8_t kind[kCapacity];           // of enum CountKind
 };
 static_assert(sizeof(CountTable) <= kParameterBytes);
-enum CountKind : uint8_t { kStepIsDouble = 1, kStepOnHost = 2, kSlotIsDouble = 4 };
+enum CountKind : uint8_t { kStepIsDouble = 1, kStepOnHost = 2, kSlotIsDouble = 4, kOnlyGrad = 8 };
+
+// Rows' sums of squares, each to be added up from those of its blocks.
+struct SquaresTable {
+  static constexpr int kCapacity = 1600;
+
+  int count = 0;
+  const double* blocks[kCapacity];
+  unsigned block_count[kCapacity];
+  double* row[kCapacity];
+};
+static_assert(sizeof(SquaresTable) <= kParameterBytes);
 
 // Which kernel a row needs; rows of equal keys go in one launch.
 struct KernelKey {
   DType dtypes[kTensors] = {};
   DType accum_dtype = DType::f32;
   bool steps = false, has_grad = false, has_accum = false, amsgrad = false;
+  bool squares = false;  // of an accumulation: sums of squares are wanted
+  Weights weights = Weights::plain;
 
   bool operator==(const KernelKey& o) const {
     for (int i = 0; i < kTensors; ++i) {
       if (dtypes[i] != o.dtypes[i]) return false;
     }
     return accum_dtype == o.accum_dtype && steps == o.steps && has_grad == o.has_grad && has_accum == o.has_accum &&
-           amsgrad == o.amsgrad;
+           amsgrad == o.amsgrad && squares == o.squares && weights == o.weights;
   }
 };
 
@@ -135,6 +176,8 @@ void launch_accumulate(const KernelKey& key, const LargeTable& table, unsigned b
 void launch_step(const KernelKey& key, const LargeTable& table, unsigned blocks, cudaStream_t stream);
 void launch_strided(bool steps, const StridedRow& row, cudaStream_t stream);
 void launch_counts(const CountTable& table, cudaStream_t stream);
+void launch_strided_squares(const StridedRow& row, cudaStream_t stream);  // of scale*grad, as accum_dtype rounds it
+void launch_squares(const SquaresTable& table, cudaStream_t stream);
 void launch_scatter(const ScatterJob& job, cudaStream_t stream);
 
 // Why the kernels cannot run on the current device, as a CUDA error; cudaSuccess if they can.

@@ -1,8 +1,8 @@
 #include "cuda_launch.h"
 
-#include <algorithm>
 #include <cstring>
 
+#include "cuda_batches.h"
 #include "cuda_check.h"
 
 #ifndef FA_CUDA_ARCHS  // what setup.py compiled the kernels for
@@ -31,141 +31,6 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-const Operand& operand(const Row& row, int k) {
-  switch (k) {
-    case kParam: return row.param;
-    case kExpAvg: return row.exp_avg;
-    case kExpAvgSq: return row.exp_avg_sq;
-    case kGrad: return row.grad;
-    case kAccum: return row.accum;
-    default: return row.max_exp_avg_sq;
-  }
-}
-
-KernelKey key_of(const Row& row, bool steps) {
-  KernelKey key;
-  key.steps = steps;
-  key.has_grad = row.has_grad;
-  key.has_accum = row.has_accum;
-  key.amsgrad = steps && row.amsgrad;
-  for (int k = 0; k < kTensors; ++k) key.dtypes[k] = operand(row, k).dtype;
-  if (steps) {  // the rounding of a sum that is only read has been done
-    const DType arithmetic = row.param.dtype == DType::f64 ? DType::f64 : DType::f32;
-    key.accum_dtype = row.has_grad ? row.accum_dtype : arithmetic;
-  }
-  return key;
-}
-
-// Whether the tables' kernels can read the row: its tensors are lines of whole elements of known dtypes.
-bool fits_table(const Row& row, const KernelKey& key) {
-  for (int k = 0; k < kTensors; ++k) {
-    if (operand(row, k).strides) return false;
-  }
-  return key.steps ? can_step(key) : can_accumulate(key);
-}
-
-// What cannot be read element by element faults on a GPU, and takes every later call of the process with it.
-void refuse_misaligned(const void* data, DType dtype) {
-  if (reinterpret_cast<uintptr_t>(data) % size_of(dtype)) {
-    throw std::invalid_argument("a tensor's memory does not start at a multiple of its element size; clone it");
-  }
-}
-
-void refuse_misaligned(const std::vector<Row>& rows) {
-  for (const Row& row : rows) {
-    for (int k = 0; k < kTensors; ++k) refuse_misaligned(operand(row, k).data, operand(row, k).dtype);
-  }
-}
-
-// Rows of one kernel, until they are launched. Tables are filled in place.
-class Batch {
- public:
-  Batch(const KernelKey& key, const ScalarSlot* slots, double scale) : key_(key), table_(new LargeTable) {
-    table_->slots = slots;
-    table_->scale = scale;
-    table_->scale_f32 = static_cast<float>(scale);
-    table_->accum_dtype = key.accum_dtype;
-    std::copy(std::begin(key.dtypes), std::end(key.dtypes), table_->dtypes);
-  }
-
-  const KernelKey& key() const { return key_; }
-
-  bool takes(const Row& row) const {
-    return table_->count < LargeTable::kCapacity && blocks_ + blocks_of(row) <= kMaxBlocks;
-  }
-
-  void add(const Row& row, int slot) {
-    const int i = table_->count++;
-    table_->first_block[i] = static_cast<unsigned>(blocks_);
-    table_->slot[i] = slot;
-    table_->numel[i] = row.numel;
-    for (int k = 0; k < kTensors; ++k) table_->data[i][k] = static_cast<char*>(operand(row, k).data);
-    blocks_ += blocks_of(row);
-  }
-
-  void launch(cudaStream_t stream) {
-    if (!table_->count) return;
-    (key_.steps ? launch_step : launch_accumulate)(key_, *table_, static_cast<unsigned>(blocks_), stream);
-    table_->count = 0;
-    blocks_ = 0;
-  }
-
- private:
-  static constexpr int64_t kMaxBlocks = (int64_t(1) << 31) - 1;  // of a grid
-
-  static int64_t blocks_of(const Row& row) { return (row.numel + kChunkElements - 1) / kChunkElements; }
-
-  KernelKey key_;
-  std::unique_ptr<LargeTable> table_;
-  int64_t blocks_ = 0;
-};
-
-StridedRow strided(const Row& row, const ScalarSlot* slots, int slot, double scale) {
-  StridedRow s;
-  s.slots = slots;
-  s.scale = scale;
-  s.slot = slot;
-  s.accum_dtype = row.accum_dtype;
-  s.has_grad = row.has_grad;
-  s.has_accum = row.has_accum;
-  s.amsgrad = row.amsgrad;
-  s.numel = row.numel;
-  bool in_line = true;
-  for (int k = 0; k < kTensors; ++k) in_line = in_line && !operand(row, k).strides;
-  s.ndim = in_line ? 1 : row.ndim;
-  if (s.ndim > StridedRow::kDims) throw std::invalid_argument("a tensor has more than 64 dimensions");
-  if (in_line) s.sizes[0] = row.numel;
-  else std::copy_n(row.sizes, row.ndim, s.sizes);
-  for (int k = 0; k < kTensors; ++k) {
-    const Operand& t = operand(row, k);
-    s.data[k] = static_cast<char*>(t.data);
-    s.dtypes[k] = t.dtype;
-    if (t.strides) std::copy_n(t.strides, row.ndim, s.strides[k]);
-    else std::fill_n(s.strides[k], s.ndim, t.data && in_line ? 1 : 0);
-  }
-  return s;
-}
-
-// Launches rows [begin, end); row i has slot number i.
-void run_rows(const std::vector<Row>& rows, size_t begin, size_t end, bool steps, const ScalarSlot* slots, double scale,
-              cudaStream_t stream) {
-  std::vector<Batch> batches;
-  for (size_t i = begin; i < end; ++i) {
-    const Row& row = rows[i];
-    if (!row.numel) continue;
-    const KernelKey key = key_of(row, steps);
-    if (!fits_table(row, key)) {
-      launch_strided(steps, strided(row, slots, int(i), scale), stream);
-      continue;
-    }
-    auto batch = std::find_if(batches.begin(), batches.end(), [&](const Batch& b) { return b.key() == key; });
-    if (batch == batches.end()) batch = batches.emplace(batches.end(), key, slots, scale);
-    if (!batch->takes(row)) batch->launch(stream);
-    batch->add(row, int(i));
-  }
-  for (Batch& batch : batches) batch.launch(stream);
-}
-
 #if defined(FA_CUDA_EMULATION)
 using cuda_emulation::steps_on_device;
 #else
@@ -183,6 +48,8 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
   table->coefficient = coefficient;
   table->grad_scale = reinterpret_cast<const float*>(factors.grad_scale);
   table->found_inf = reinterpret_cast<const float*>(factors.found_inf);
+  table->clip = reinterpret_cast<const double*>(factors.clip);
+  table->device_scale = reinterpret_cast<const DeviceScale*>(factors.scale);
   std::vector<int> places(hypers.size(), -1);  // of groups in the table
   int groups = 0;
   const auto flush = [&] {
@@ -203,8 +70,9 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
     const bool on_host = counted_on_host(row);
     table->group[i] = static_cast<uint8_t>(*place);
     table->kind[i] = uint8_t((row.step_is_double ? kStepIsDouble : 0) | (on_host ? kStepOnHost : 0) |
-                             (row.param.dtype == DType::f64 ? kSlotIsDouble : 0));
+                             (row.param.dtype == DType::f64 ? kSlotIsDouble : 0) | (row.has_accum ? 0 : kOnlyGrad));
     table->step[i] = row.step;
+    table->parameter[i] = row.randomness.parameter;
     if (on_host) {
       const double t = row.step_is_double ? *static_cast<double*>(row.step) += 1
                                           : double(*static_cast<float*>(row.step) += 1);
@@ -217,37 +85,68 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
 
 }  // namespace
 
-CudaExecutor::CudaExecutor(int device, uint64_t stream, uint64_t slots, int64_t slot_count, Factors factors)
-    : device_(device),
-      stream_(reinterpret_cast<cudaStream_t>(stream)),
-      slots_(reinterpret_cast<ScalarSlot*>(slots)),
-      slot_count_(slot_count),
-      factors_(factors) {}
+CudaExecutor::CudaExecutor(int device, uint64_t stream, Scratch scratch, Factors factors)
+    : device_(device), stream_(reinterpret_cast<cudaStream_t>(stream)), scratch_(scratch), factors_(factors) {}
+
+const DeviceScale* CudaExecutor::device_scale() const { return reinterpret_cast<const DeviceScale*>(factors_.scale); }
+
+int64_t CudaExecutor::squares_for(int64_t rows, int64_t elements) {
+  return elements / kSquaresBlock + rows * kSquaresOfBlock;
+}
+
+double* CudaExecutor::room_for_squares(const std::vector<Row>& rows) const {
+  int64_t needed = 0;
+  for (const Row& row : rows) needed += row.squares ? blocks_of(row) * kSquaresOfBlock : 0;
+  if (needed > scratch_.square_count) {
+    throw std::invalid_argument("sums of squares that need memory for " + std::to_string(needed) + " have it for " +
+                                std::to_string(scratch_.square_count));
+  }
+  return reinterpret_cast<double*>(scratch_.squares);
+}
 
 void CudaExecutor::accumulate(const std::vector<Row>& rows, double scale) {
   refuse_misaligned(rows);
+  BlockSquares squares(room_for_squares(rows));
   const DeviceGuard guard(device_);
-  run_rows(rows, 0, rows.size(), false, nullptr, scale, stream_);
+  run_rows(rows, 0, rows.size(), false, nullptr, {scale, device_scale()}, squares, stream_);
 }
 
-void CudaExecutor::measure(const std::vector<Row>&, double) {
-  throw std::logic_error("there is no kernel for sums of squares");
+void CudaExecutor::measure(const std::vector<Row>& rows, double scale) {
+  refuse_misaligned(rows);
+  BlockSquares squares(room_for_squares(rows));
+  std::vector<Row> sums, gradients;  // accumulations that write nothing; what a buffer holds is a gradient of scale 1
+  for (const Row& row : rows) {
+    Row source = row;
+    if (!row.has_grad) source.grad = row.accum;
+    source.accum = {nullptr, row.accum_dtype, nullptr};
+    source.has_grad = true;
+    source.has_accum = false;
+    (row.has_grad ? gradients : sums).push_back(source);
+  }
+  const DeviceGuard guard(device_);
+  run_rows(sums, 0, sums.size(), false, nullptr, {1.0}, squares, stream_);
+  run_rows(gradients, 0, gradients.size(), false, nullptr, {scale, device_scale()}, squares, stream_);
 }
 
 void CudaExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
                         bool one_by_one) {
-  if (int64_t(rows.size()) > slot_count_) {
+  if (int64_t(rows.size()) > scratch_.slot_count) {
     throw std::invalid_argument("a step of " + std::to_string(rows.size()) + " rows has memory for the scalars of " +
-                                std::to_string(slot_count_));
+                                std::to_string(scratch_.slot_count));
   }
   refuse_misaligned(rows);
-  if (factors_.found_inf && std::any_of(rows.begin(), rows.end(), counted_on_host)) {
-    throw std::invalid_argument("found_inf on the device needs the counts of updates there: the host would count on");
+  if ((factors_.found_inf || factors_.scale) && std::any_of(rows.begin(), rows.end(), counted_on_host)) {
+    throw std::invalid_argument("found_inf or a scale on the device needs the counts of updates there: the host would "
+                                "count on");
   }
+  auto* const slots = reinterpret_cast<ScalarSlot*>(scratch_.slots);
+  BlockSquares squares(nullptr);
   const DeviceGuard guard(device_);
-  run_counts(rows, hypers, slots_, scale, coefficient, factors_, stream_);
-  if (!one_by_one) return run_rows(rows, 0, rows.size(), true, slots_, scale, stream_);
-  for (size_t i = 0; i < rows.size(); ++i) run_rows(rows, i, i + 1, true, slots_, scale, stream_);
+  run_counts(rows, hypers, slots, scale, coefficient, factors_, stream_);
+  const size_t together = one_by_one ? 1 : rows.size();
+  for (size_t i = 0; i < rows.size(); i += together) {
+    run_rows(rows, i, i + together, true, slots, {scale}, squares, stream_);  // the slots have the device's
+  }
 }
 
 void cuda_scatter_rows(int device, uint64_t stream, const ScatterJob& job) {

@@ -18,21 +18,35 @@ class CudaExecutor : public Executor {
   struct Factors {
     uint64_t grad_scale = 0;  // float32: what all gradients were multiplied by
     uint64_t found_inf = 0;   // float32: not 0: no update, the window is dropped
+    uint64_t clip = 0;        // float64: multiplies the coefficient
+    uint64_t scale = 0;       // DeviceScale: instead of the calls' scale, of accumulations too
   };
 
-  // slots: device memory for the ScalarSlot of every row of a step, which no other stream uses at the same time.
-  CudaExecutor(int device, uint64_t stream, uint64_t slots, int64_t slot_count, Factors factors);
+  // Device memory, as addresses, which no other stream uses at the same time.
+  struct Scratch {
+    uint64_t slots = 0;  // for the ScalarSlot of every row of a step
+    int64_t slot_count = 0;
+    uint64_t squares = 0;  // for doubles, squares_for(rows, elements) of them, where sums of squares are wanted
+    int64_t square_count = 0;
+  };
+
+  CudaExecutor(int device, uint64_t stream, Scratch scratch, Factors factors);
+
+  static int64_t squares_for(int64_t rows, int64_t elements);
 
   void accumulate(const std::vector<Row>& rows, double scale) override;
-  void measure(const std::vector<Row>& rows, double scale) override;  // throws: backend "cuda" lets torch do it
+  void measure(const std::vector<Row>& rows, double scale) override;
   void step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
             bool one_by_one) override;
 
  private:
+  double* room_for_squares(const std::vector<Row>& rows) const;  // throws unless there is enough of it
+
+  const DeviceScale* device_scale() const;
+
   const int device_;
   const cudaStream_t stream_;
-  ScalarSlot* const slots_;
-  const int64_t slot_count_;
+  const Scratch scratch_;
   const Factors factors_;
 };
 

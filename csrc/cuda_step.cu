@@ -1,7 +1,7 @@
 // CUDA kernels of an update, for rows whose tensors lie in one order; see cuda_accumulate.cu.
 #include <initializer_list>
 
-#include "cuda_access.h"
+#include "cuda_weights.h"
 
 namespace fa {
 namespace {
@@ -13,7 +13,7 @@ struct Places {
   using P = P_;
   using A = A_;
   using S = S_;
-  char *param, *grad, *accum, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+  char *param, *grad, *accum, *exp_avg, *exp_avg_sq, *max_exp_avg_sq, *master;
   const DType* dtypes;
 
   __device__ __forceinline__ Places(char* const* data, const DType* dtypes_, int64_t element)
@@ -23,6 +23,7 @@ struct Places {
         exp_avg(data[kExpAvg]),
         exp_avg_sq(data[kExpAvgSq]),
         max_exp_avg_sq(data[kMaxExpAvgSq]),
+        master(data[kMaster]),
         dtypes(dtypes_) {
     advance(element);
   }
@@ -34,7 +35,28 @@ struct Places {
     exp_avg = S::at(exp_avg, elements, dtypes[kExpAvg]);
     exp_avg_sq = S::at(exp_avg_sq, elements, dtypes[kExpAvgSq]);
     max_exp_avg_sq = S::at(max_exp_avg_sq, elements, dtypes[kMaxExpAvgSq]);
+    master = AsLaunched::at(master, elements, dtypes[kMaster]);
   }
+};
+
+// Which tensors rows have, known when compiling.
+template <bool kGrad, bool kAccum, bool kAmsgrad>
+struct Known {
+  static constexpr bool kKept = false, has_grad = kGrad, has_accum = kAccum, amsgrad = kAmsgrad;
+
+  template <class Table> explicit __device__ Known(const Table&) {}
+};
+
+// The same as the launch says: one kernel for many, where the registers of all of them cost nothing. kKept_: parameters
+// keep more than their 16 bits.
+template <bool kKept_>
+struct AtLaunch {
+  static constexpr bool kKept = kKept_;
+  const bool has_grad, has_accum, amsgrad;
+
+  template <class Table>
+  explicit __device__ AtLaunch(const Table& table)
+      : has_grad(table.has_grad), has_accum(table.has_accum), amsgrad(table.amsgrad) {}
 };
 
 template <int kCount, class A>
@@ -43,50 +65,60 @@ __device__ __forceinline__ void clear(char* to, DType dtype) {
   A::template store<kCount>(to, A::template encode<float, kCount>(zeros, dtype), dtype);
 }
 
-// (2) to (6) on kCount elements.
-template <class T, bool kHasGrad, bool kHasAccum, bool kAmsgrad, int kCount, class Where>
-__device__ __forceinline__ void step_piece(const Where& at, DType sum_dtype, const StepScalars<T>& s) {
+// (2) to (6) on kCount elements; `first`: the number of the first in its tensor.
+template <class T, int kCount, class How, class Where>
+__device__ __forceinline__ void step_piece(const How& how, const Where& at, DType sum_dtype, const StepScalars<T>& s,
+                                           bool ignores_grad, const Keeping& keeping, const Randomness& source,
+                                           int64_t first) {
   using P = typename Where::P;
   using A = typename Where::A;
   using S = typename Where::S;
   typename A::template Raw<kCount> raw_a;
   typename P::template Raw<kCount> raw_g, raw_p;
   typename S::template Raw<kCount> raw_m, raw_v, raw_v_max;
-  if (kHasAccum) raw_a = A::template load<kCount>(at.accum, at.dtypes[kAccum]);
-  if (kHasGrad) raw_g = P::template load<kCount>(at.grad, at.dtypes[kGrad]);
-  raw_p = P::template load<kCount>(at.param, at.dtypes[kParam]);
+  KeptPiece<kCount> kept;
+  if (how.has_accum) raw_a = A::template load<kCount>(at.accum, at.dtypes[kAccum]);
+  if (how.has_grad) raw_g = P::template load<kCount>(at.grad, at.dtypes[kGrad]);
+  if constexpr (How::kKept) kept = keeping.load<kCount>(at.param, at.master);
+  else raw_p = P::template load<kCount>(at.param, at.dtypes[kParam]);
   raw_m = S::template load<kCount>(at.exp_avg, at.dtypes[kExpAvg]);
   raw_v = S::template load<kCount>(at.exp_avg_sq, at.dtypes[kExpAvgSq]);
-  if (kAmsgrad) raw_v_max = S::template load<kCount>(at.max_exp_avg_sq, at.dtypes[kMaxExpAvgSq]);
+  if (how.amsgrad) raw_v_max = S::template load<kCount>(at.max_exp_avg_sq, at.dtypes[kMaxExpAvgSq]);
 
-  T g[kCount], p[kCount], m[kCount], v[kCount], v_max[kCount];
-  if (kHasAccum) A::template decode<T, kCount>(raw_a, at.dtypes[kAccum], g);
-  if (kHasGrad) {
+  T g[kCount] = {}, p[kCount], m[kCount], v[kCount], v_max[kCount] = {};
+  if (how.has_accum) A::template decode<T, kCount>(raw_a, at.dtypes[kAccum], g);
+  if (how.has_grad) {
     T x[kCount];
     P::template decode<T, kCount>(raw_g, at.dtypes[kGrad], x);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      g[j] = kHasAccum ? add_contribution(g[j], s.scale, x[j]) : first_contribution(s.scale, x[j]);
-      g[j] = rounded_to(sum_dtype, g[j]);
+      if (!how.has_accum) g[j] = rounded_to(sum_dtype, first_contribution(s.scale, x[j]));
+      else if (!ignores_grad) g[j] = rounded_to(sum_dtype, add_contribution(g[j], s.scale, x[j]));
     }
   }
-  P::template decode<T, kCount>(raw_p, at.dtypes[kParam], p);
+  if constexpr (How::kKept) keeping.decode(kept, p);
+  else P::template decode<T, kCount>(raw_p, at.dtypes[kParam], p);
   S::template decode<T, kCount>(raw_m, at.dtypes[kExpAvg], m);
   S::template decode<T, kCount>(raw_v, at.dtypes[kExpAvgSq], v);
-  if (kAmsgrad) S::template decode<T, kCount>(raw_v_max, at.dtypes[kMaxExpAvgSq], v_max);
+  if (how.amsgrad) {
+    S::template decode<T, kCount>(raw_v_max, at.dtypes[kMaxExpAvgSq], v_max);
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    adamw_update<kAmsgrad>(p[j], m[j], v[j], v_max[j], window_gradient(g[j], s), s);
+    for (int j = 0; j < kCount; ++j) adamw_update<true>(p[j], m[j], v[j], v_max[j], window_gradient(g[j], s), s);
+    S::template store<kCount>(at.max_exp_avg_sq, S::template encode<T, kCount>(v_max, at.dtypes[kMaxExpAvgSq]),
+                              at.dtypes[kMaxExpAvgSq]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) adamw_update<false>(p[j], m[j], v[j], v_max[j], window_gradient(g[j], s), s);
   }
-  P::template store<kCount>(at.param, P::template encode<T, kCount>(p, at.dtypes[kParam]), at.dtypes[kParam]);
+  if constexpr (How::kKept) {
+    keeping.store(at.param, at.master, p, source, first);
+  } else {
+    P::template store<kCount>(at.param, P::template encode<T, kCount>(p, at.dtypes[kParam]), at.dtypes[kParam]);
+  }
   S::template store<kCount>(at.exp_avg, S::template encode<T, kCount>(m, at.dtypes[kExpAvg]), at.dtypes[kExpAvg]);
   S::template store<kCount>(at.exp_avg_sq, S::template encode<T, kCount>(v, at.dtypes[kExpAvgSq]),
                             at.dtypes[kExpAvgSq]);
-  if (kAmsgrad) {
-    S::template store<kCount>(at.max_exp_avg_sq, S::template encode<T, kCount>(v_max, at.dtypes[kMaxExpAvgSq]),
-                              at.dtypes[kMaxExpAvgSq]);
-  }
-  if (kHasAccum) clear<kCount, A>(at.accum, at.dtypes[kAccum]);
+  if (how.has_accum) clear<kCount, A>(at.accum, at.dtypes[kAccum]);
 }
 
 // An update that is dropped leaves its buffer zero.
@@ -98,19 +130,30 @@ __device__ __forceinline__ void clear_part(char* accum, DType dtype, int count) 
 
 // Blocks of a multiprocessor at least, which bounds a thread's registers: 4 to 64, 3 to 80, 2 to 128. Fewer threads are
 // enough where each has more bytes under way.
-template <class P, int kCount, bool kAmsgrad>
-constexpr int kBlocksOfStep = kCommon<P> ? (kCount == 8 ? 3 : 4) - kAmsgrad : 2;
+template <class P, int kCount, class How> constexpr int kBlocksOfStep = 2;
+template <class P, int kCount, bool kGrad, bool kAccum, bool kAmsgrad>
+constexpr int kBlocksOfStep<P, kCount, Known<kGrad, kAccum, kAmsgrad>> =
+    kCommon<P> ? (kCount == 8 ? 3 : 4) - kAmsgrad : 2;
 
-template <class T, class P, class A, class S, bool kHasGrad, bool kHasAccum, bool kAmsgrad, class Table>
-__global__ void __launch_bounds__(kThreads, kBlocksOfStep<P, kWidestOf<P, A, S>, kAmsgrad>) step_rows(const __grid_constant__ Table table) {
+template <class T, class P, class A, class S, class How, class Table>
+__global__ void __launch_bounds__(kThreads, kBlocksOfStep<P, kWidestOf<P, A, S>, How>)
+    step_rows(const __grid_constant__ Table table) {
+  const How how(table);
   const Part part = part_of_block(table);
   char* const* data = table.data[part.row];
   const ScalarSlot& slot = table.slots[table.slot[part.row]];
   if (global_load(&slot.skip)) {
-    if (kHasAccum) clear_part<A>(A::at(data[kAccum], part.start, table.dtypes[kAccum]), table.dtypes[kAccum], part.count);
+    if (how.has_accum) {
+      clear_part<A>(A::at(data[kAccum], part.start, table.dtypes[kAccum]), table.dtypes[kAccum], part.count);
+    }
     return;
   }
   const StepScalars<T> s = load_scalars<T>(slot);
+  const bool ignores_grad = how.has_grad && how.has_accum && global_load(&slot.ignores_grad);
+  const Keeping keeping{table.weights, std::is_same_v<P, As<bf16>> ? DType::bf16 : table.dtypes[kParam],
+                        table.dtypes[kMaster]};
+  Randomness source;
+  if (How::kKept) source = {table.seed, global_load(&slot.parameter), global_load(&slot.step)};
   const DType sum_dtype = sizeof(T) == 8 ? DType::f64 : A::kWidest == 4 ? DType::f32 : table.accum_dtype;
 
   constexpr int kCount = kWidestOf<P, A, S>;
@@ -122,16 +165,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfStep<P, kWidestOf<P, A, S>,
   Places<P, A, S> at(data, table.dtypes, part.start + thread * kCount);
 #pragma unroll 1
   for (int i = thread * kCount; i < end; i += kCount * kThreads) {
-    step_piece<T, kHasGrad, kHasAccum, kAmsgrad, kCount>(at, sum_dtype, s);
+    step_piece<T, kCount>(how, at, sum_dtype, s, ignores_grad, keeping, source, part.start + i);
     at.advance(kCount * kThreads);
   }
   Places<P, A, S> rest(data, table.dtypes, part.start + end + thread);
 #pragma unroll 1
   for (int i = end + thread; i < part.count; i += kThreads) {
-    step_piece<T, kHasGrad, kHasAccum, kAmsgrad, 1>(rest, sum_dtype, s);
+    step_piece<T, 1>(how, rest, sum_dtype, s, ignores_grad, keeping, source, part.start + i);
     rest.advance(kThreads);
   }
 }
+
+template <class T>
+struct Named {
+  using type = T;
+};
 
 // Calls f with the storages of parameter and gradient, buffer, state and the arithmetic's dtype that fit `key`.
 template <class F>
@@ -172,19 +220,27 @@ void launch_step(const KernelKey& key, const LargeTable& table, unsigned blocks,
     using A = decltype(a);
     using S = decltype(s);
     using T = decltype(wide);
-    with_flag(key.amsgrad, [&](auto amsgrad) {
-      const auto step = [&](auto grad, auto accum) {
-        if constexpr (kCommon<P>) {
-          if (table.count <= SmallTable::kCapacity) {
-            return launch(&step_rows<T, P, A, S, grad.value, accum.value, amsgrad.value, SmallTable>,
-                          SmallTable(table), blocks, stream);
-          }
+    const auto step = [&](auto how) {
+      using How = typename decltype(how)::type;
+      if constexpr (kCommon<P>) {
+        if (table.count <= SmallTable::kCapacity) {
+          return launch(&step_rows<T, P, A, S, How, SmallTable>, SmallTable(table), blocks, stream);
         }
-        launch(&step_rows<T, P, A, S, grad.value, accum.value, amsgrad.value, LargeTable>, table, blocks, stream);
-      };
-      if (!key.has_accum) step(std::true_type(), std::false_type());
-      else with_flag(key.has_grad, [&](auto grad) { step(grad, std::true_type()); });
-    });
+      }
+      launch(&step_rows<T, P, A, S, How, LargeTable>, table, blocks, stream);
+    };
+    constexpr bool at_launch = std::is_same_v<P, AsLaunched>;
+    if constexpr (at_launch || std::is_same_v<P, As<bf16>>) {
+      if (key.weights != Weights::plain) return step(Named<AtLaunch<true>>());
+    }
+    if constexpr (at_launch) {
+      step(Named<AtLaunch<false>>());
+    } else {
+      with_flag(key.amsgrad, [&](auto amsgrad) {
+        if (!key.has_accum) return step(Named<Known<true, false, amsgrad.value>>());
+        with_flag(key.has_grad, [&](auto grad) { step(Named<Known<grad.value, true, amsgrad.value>>()); });
+      });
+    }
   });
 }
 

@@ -1,7 +1,8 @@
 // CUDA kernels for single rows whose tensors do not lie in one order, or are of dtypes that no other kernel knows, and
 // the counts of updates. In place: temporaries would have to be allocated in mid-step, inside a graph's capture too,
-// and copied back. Such rows are rare, so these kernels are small, not fast.
-#include "cuda_access.h"
+// and copied back. Such rows are rare, so these kernels are small, not fast. Also what rows' sums of squares are.
+#include "cuda_squares.h"
+#include "cuda_weights.h"
 
 namespace fa {
 namespace {
@@ -48,39 +49,67 @@ constexpr unsigned kStridedBlocks = 1 << 16;  // at most; each works on as many 
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) accumulate_strided(const __grid_constant__ StridedRow row) {
-  const T scale = static_cast<T>(row.scale);
+  const Scale<T> scale(row);
   for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < row.numel; i += kStridedBlocks * int64_t(kThreads)) {
     const Element element(row, i);
+    if (scale.nothing && row.has_accum) continue;
     const T g = element.load<T>(kGrad);
-    element.store<T>(kAccum, row.has_accum ? add_contribution(element.load<T>(kAccum), scale, g)
-                                           : first_contribution(scale, g));
+    element.store<T>(kAccum, scale.nothing   ? T(0)
+                             : row.has_accum ? add_contribution(element.load<T>(kAccum), scale.value, g)
+                                             : first_contribution(scale.value, g));
   }
+}
+
+// A block works on kChunkElements of them.
+template <class T>
+__global__ void __launch_bounds__(kThreads) measure_strided(const __grid_constant__ StridedRow row) {
+  using Unit = typename Shared<T>::Unit;
+  FA_SHARED(Unit, units, Shared<T>::kUnits);
+  const int64_t start = int64_t(blockIdx.x) * kChunkElements, rest = row.numel - start;
+  const int count = int(rest < kChunkElements ? rest : kChunkElements);
+  const Scale<T> scale(row);
+  for (int i = int(threadIdx.x); i < count; i += kThreads) {
+    const T g = Element(row, start + i).load<T>(kGrad);
+    const T sum[1] = {scale.nothing ? T(0) : rounded_to(row.accum_dtype, first_contribution(scale.value, g))};
+    Shared<T>::store(units, i, sum);
+  }
+  store_squares<T>(units, count, row.squares + int64_t(blockIdx.x) * kSums);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) step_strided(const __grid_constant__ StridedRow row) {
   const ScalarSlot& slot = row.slots[row.slot];
-  const bool skip = global_load(&slot.skip);
+  const bool skip = global_load(&slot.skip), ignores_grad = global_load(&slot.ignores_grad);
   const StepScalars<T> s = load_scalars<T>(slot);
+  const bool kept = sizeof(T) == 4 && row.weights != Weights::plain;
+  const Keeping keeping{row.weights, row.dtypes[kParam], row.dtypes[kMaster]};
+  const Randomness source{row.seed, global_load(&slot.parameter), global_load(&slot.step)};
   for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < row.numel; i += kStridedBlocks * int64_t(kThreads)) {
     const Element element(row, i);
     if (!skip) {
       T sum = row.has_accum ? element.load<T>(kAccum) : T(0);
-      if (row.has_grad) {
+      if (row.has_grad && !ignores_grad) {
         const T g = element.load<T>(kGrad);
         sum = row.has_accum ? add_contribution(sum, s.scale, g) : first_contribution(s.scale, g);
         sum = rounded_to(row.accum_dtype, sum);
       }
-      T p = element.load<T>(kParam), m = element.load<T>(kExpAvg), v = element.load<T>(kExpAvgSq);
+      T p[1], m = element.load<T>(kExpAvg), v = element.load<T>(kExpAvgSq);
+      if constexpr (sizeof(T) == 4) {
+        if (kept) keeping.decode(keeping.load<1>(element.at(kParam), element.at(kMaster)), p);
+      }
+      if (!kept) p[0] = element.load<T>(kParam);
       T v_max = row.amsgrad ? element.load<T>(kMaxExpAvgSq) : T(0);
       const T g = window_gradient(sum, s);
       if (row.amsgrad) {
-        adamw_update<true>(p, m, v, v_max, g, s);
+        adamw_update<true>(p[0], m, v, v_max, g, s);
         element.store<T>(kMaxExpAvgSq, v_max);
       } else {
-        adamw_update<false>(p, m, v, v_max, g, s);
+        adamw_update<false>(p[0], m, v, v_max, g, s);
       }
-      element.store<T>(kParam, p);
+      if constexpr (sizeof(T) == 4) {
+        if (kept) keeping.store(element.at(kParam), element.at(kMaster), p, source, i);
+      }
+      if (!kept) element.store<T>(kParam, p[0]);
       element.store<T>(kExpAvg, m);
       element.store<T>(kExpAvgSq, v);
     }
@@ -110,9 +139,13 @@ __device__ double count_once(void* place, bool skip) {
 __global__ void __launch_bounds__(kThreads) count_updates(const __grid_constant__ CountTable table) {
   const int row = int(blockIdx.x * kThreads + threadIdx.x);
   if (row >= table.count) return;
-  const bool skip = table.found_inf && global_load(table.found_inf) != 0;
-  const double coefficient =
-      table.grad_scale ? table.coefficient * (1 / double(global_load(table.grad_scale))) : table.coefficient;
+  const double scale = table.device_scale ? global_load(&table.device_scale->wide) : table.scale;
+  const bool ignores_grad = table.device_scale && scale == 0;
+  const bool skip = (table.found_inf && global_load(table.found_inf) != 0) ||
+                    (ignores_grad && table.kind[row] & kOnlyGrad);  // nothing has contributed
+  double coefficient = table.coefficient;
+  if (table.grad_scale) coefficient *= 1 / double(global_load(table.grad_scale));
+  if (table.clip) coefficient *= global_load(table.clip);
   void* const place = table.step[row];
   double t;
   if (table.kind[row] & kStepOnHost) memcpy(&t, &place, sizeof t);
@@ -122,11 +155,31 @@ __global__ void __launch_bounds__(kThreads) count_updates(const __grid_constant_
     hyper.lr = hyper.device_lr_is_double ? global_load(static_cast<const double*>(hyper.device_lr))
                                          : double(global_load(static_cast<const float*>(hyper.device_lr)));
   }
-  const StepScalars<double> s = step_scalars(hyper, t, table.scale, coefficient);
+  const StepScalars<double> s = step_scalars(hyper, t, scale, coefficient);
   ScalarSlot* const slot = table.slots + row;
   if (table.kind[row] & kSlotIsDouble) store_scalars<double>(slot, s);
   else store_scalars<float>(slot, s);
   global_store(&slot->skip, uint32_t(skip));
+  global_store(&slot->parameter, table.parameter[row]);
+  global_store(&slot->step, uint32_t(t));
+  global_store(&slot->ignores_grad, uint32_t(ignores_grad));
+}
+
+// A block for every row; the order is that of BlockSquares in cpu_launch.cpp.
+__global__ void __launch_bounds__(kThreads) add_squares(const __grid_constant__ SquaresTable table) {
+  static_assert(kThreads == kSquaresLanes, "a thread is a lane");
+  FA_SHARED(double, lanes, kSquaresLanes);
+  const int row = int(blockIdx.x), thread = int(threadIdx.x);
+  const double* const blocks = table.blocks[row];
+  double sum = 0;
+#pragma unroll 4
+  for (unsigned k = threadIdx.x; k < table.block_count[row]; k += kThreads) sum += global_load(blocks + k);
+  shared_store(lanes + thread, sum);
+  for (int half = kSquaresLanes / 2; half; half /= 2) {
+    __syncthreads();
+    if (thread < half) shared_store(lanes + thread, shared_load(lanes + thread) + shared_load(lanes + thread + half));
+  }
+  if (thread == 0) global_store(table.row[row], shared_load(lanes));
 }
 
 }  // namespace
@@ -137,6 +190,15 @@ void launch_strided(bool steps, const StridedRow& row, cudaStream_t stream) {
   launch(steps ? (wide ? &step_strided<double> : &step_strided<float>)
                : (wide ? &accumulate_strided<double> : &accumulate_strided<float>),
          row, unsigned(blocks < kStridedBlocks ? blocks : kStridedBlocks), stream);
+}
+
+void launch_strided_squares(const StridedRow& row, cudaStream_t stream) {
+  launch(row.accum_dtype == DType::f64 ? &measure_strided<double> : &measure_strided<float>, row,
+         unsigned((row.numel + kChunkElements - 1) / kChunkElements), stream);
+}
+
+void launch_squares(const SquaresTable& table, cudaStream_t stream) {
+  launch(&add_squares, table, unsigned(table.count), stream);
 }
 
 void launch_counts(const CountTable& table, cudaStream_t stream) {

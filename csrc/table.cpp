@@ -139,6 +139,12 @@ std::pair<Py_ssize_t, Py_ssize_t> Table::collect(py::list accums, py::bytearray 
   return {found, kAllRight};
 }
 
+std::pair<int64_t, int64_t> Table::sizes() const {
+  int64_t elements = 0;
+  for (const Entry& e : entries_) elements += std::max(e.g.numel, e.a.numel);
+  return {int64_t(entries_.size()), elements};
+}
+
 bool Table::step_one(size_t row, py::list accums, py::bytearray present, py::bytearray dtypes, py::dict state,
                      const std::vector<Hyper>& hypers, int accum_dtype, double coefficient, Executor& executor,
                      py::object stream) {

@@ -32,6 +32,9 @@ class Table {
   // Returns (gradients found, row that needs attention or kAllRight).
   std::pair<Py_ssize_t, Py_ssize_t> collect(py::list accums, py::bytearray present, py::bytearray dtypes, bool buffers);
 
+  // Parameters, and how many elements their gradients or buffers had when they were read last.
+  std::pair<int64_t, int64_t> sizes() const;
+
   // (1) for what collect found; sets those p.grad to None. stream: the torch stream the kernels go to, which the
   // allocator of the gradients is told of; None where there is none.
   // squares: address of a double per row, or 0. Where given, it gets the sum of squares of every buffer that was written,

@@ -96,10 +96,11 @@ template <> struct EncodeByChance<f16> {
     const uint32_t sign = (u >> 16) & 0x8000u;
     const uint32_t magnitude = u & 0x7fffffffu;
     const uint32_t normal = (magnitude - ((127u - 15u) << 23) + (random >> 19)) >> 13;
-    // Below 2^-14 the units are 2^-24, and there are at most 1024.
-    const float small = float_of(magnitude < (113u << 23) ? magnitude : 0u);
-    const uint32_t subnormal = static_cast<uint32_t>(
-        static_cast<int32_t>(static_cast<double>(small) * 16777216.0 + static_cast<double>(random >> 1) * 0x1p-31));
+    // Below 2^-14 the units are 2^-24, and there are at most 1024: counted in parts of 2^-31, integers, since a GPU's
+    // double precision may be slow. What lies below float's own subnormals is none.
+    const uint32_t exponent = magnitude >> 23, away = exponent < 112u ? 112u - exponent : 0u;
+    const uint64_t parts = (uint64_t((magnitude & 0x7fffffu) | 0x800000u) << 17) >> (away < 63u ? away : 63u);
+    const uint32_t subnormal = static_cast<uint32_t>((parts + (random >> 1)) >> 31);
     const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal > 0x7c00u ? 0x7c00u : normal;
     const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
     return f16{static_cast<uint16_t>(sign | (magnitude >= 0x47800000u ? special : finite))};

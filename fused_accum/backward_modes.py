@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .direct_wgrad import DirectHandle
+from .entry import one_graph_break
 from .in_backward import Handle
 from .main_grad import MainGrad
 from .runtime import Runtime
@@ -94,6 +95,7 @@ class BackwardModes:
         with self._run.exclusive("attach_main_grad"):
             return Handle(self._run.start_backward(self.param_groups, kind=MainGrad))
 
+    @one_graph_break
     def scale_loss(
         self, loss: Tensor, scale: float | Tensor = 1.0, *, weight: float | Tensor | None = None
     ) -> Tensor:

@@ -100,11 +100,7 @@ class Bucket:
     def accumulate(self, scale: float) -> None:
         """(1) for every collected gradient; sets those ``p.grad`` to None."""
         rows = [i for i, g in enumerate(self.grads) if g is not None]
-        accums = [self.accums[i] for i in rows]
-        self.backend.accumulate(
-            accums, [self.grads[i] for i in rows], [not self.present[i] for i in rows], scale
-        )
-        increment_version(accums)
+        self.add(rows, scale)
         for i in rows:
             self.present[i] = 1
         self.drop_gradients()
@@ -128,9 +124,7 @@ class Bucket:
         rows = self.contributing()
         both = [i for i in rows if self.grads[i] is not None and self.present[i] == 1]
         if both:
-            accums = [self.accums[i] for i in both]
-            self.backend.accumulate(accums, [self.grads[i] for i in both], [False] * len(both), scale)
-            increment_version(accums)
+            self.add(both, scale)
             for i in both:
                 self.params[i].grad = self.grads[i] = None
         self.measured = rows
@@ -218,6 +212,13 @@ class Bucket:
         """Whether ``step`` heeds these factors of a GradScaler where they lie, without the host knowing them: set as
         ``factors``, gradients are divided by ``grad_scale``, and ``found_inf`` not 0 drops them, counting nothing."""
         return False
+
+    def add(self, rows: Sequence[int], scale: float) -> None:
+        """(1) for ``rows``, of which all have a gradient."""
+        accums = [self.accums[i] for i in rows]
+        first = [not self.present[i] for i in rows]
+        self.backend.accumulate(accums, [self.grads[i] for i in rows], first, scale)
+        increment_version(accums)
 
     def contributing(self) -> list[int]:
         return [i for i, g in enumerate(self.grads) if g is not None or self.present[i]]

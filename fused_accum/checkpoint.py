@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from .runtime import Runtime
-from .state import STATE, complete
+from .state import STATE, checked_rounding_seed, complete
 
 if TYPE_CHECKING:
     from .optimizer import FusedAccumAdamW
 
 PICKLE_KEY = "_fused_accum"
+SEED_KEY = "rounding_seed"  # of a saved group: step is the other part of the generator's state
 
 
 def _parameters(opt: FusedAccumAdamW) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -39,26 +40,26 @@ def _saved(run: Runtime, p: Tensor, accum: Tensor) -> Tensor:
 
 @contextmanager
 def visible_window(opt: FusedAccumAdamW) -> Iterator[None]:
-    """While inside, the open window is part of ``opt.state`` and ``opt.param_groups``, where
-    ``Optimizer.state_dict`` and its hooks find it; state of parameters no longer in any group is hidden, which
-    ``Optimizer.state_dict`` cannot name. Both are put back on exit."""
+    """While inside, the open window, and the seed of stochastic rounding, are part of ``opt.state`` and
+    ``opt.param_groups``, where ``Optimizer.state_dict`` and its hooks find them; state of parameters no longer in any
+    group is hidden, which ``Optimizer.state_dict`` cannot name. Both are put back on exit."""
     run = opt._run
     members = {id(p): group for p, group in _parameters(opt)}
     before = dict(opt.state)
     for key in before:
         if isinstance(key, Tensor) and id(key) not in members:
             del opt.state[key]
-    entries = {}
+    entries = {SEED_KEY: run.options.rounding_seed} if run.options.stochastic_rounding else {}
     if run.has_whole_window():
-        entries = {**run.window.as_group_entries(), "accum_updates": _updates(opt)}
+        entries |= {**run.window.as_group_entries(), "accum_updates": _updates(opt)}
         for p, accum in run.contributions():
             if id(p) not in members:
                 continue
             shown = dict(opt.state.get(p, {}))
             complete(shown, p, members[id(p)], run.options)
             opt.state[p] = {**shown, "accum": _saved(run, p, accum)}
-        for group in opt.param_groups:
-            group.update(entries)
+    for group in opt.param_groups:
+        group.update(entries)
     try:
         yield
     finally:
@@ -75,8 +76,9 @@ def warn_mid_window_save(run: Runtime) -> None:
         run.warned_mid_window_save = True
         warnings.warn(
             f"state_dict() was taken in mid-window: it holds {run.window.microbatches} micro-batch(es) not yet "
-            "stepped. FusedAccumAdamW resumes from it exactly; torch.optim.AdamW and a flattened "
-            "torch.distributed.checkpoint drop that part. Save after step() to be independent of it",
+            "stepped. FusedAccumAdamW.load_state_dict() resumes from it exactly; torch.optim.AdamW, a flattened "
+            "state_dict of torch.distributed.checkpoint and its load(), which reads only what a fresh optimizer "
+            "has, drop that part. Save after step() to be independent of it",
             UserWarning,
             stacklevel=3,
         )
@@ -96,6 +98,19 @@ def refuse_other_masters(opt: FusedAccumAdamW, incoming: dict[str, Any]) -> None
                 f"{options.master_weights!r}; construct it with master_weights={kind!r}, or remove 'master' from the "
                 "loaded state to start from the parameters"
             )
+
+
+def saved_seed(opt: FusedAccumAdamW, incoming: dict[str, Any]) -> int | None:
+    """The seed that a state_dict was saved with, where ``opt`` rounds by chance; ValueError where it is none."""
+    if not opt._run.options.stochastic_rounding:
+        return None
+    seeds = [checked_rounding_seed(group[SEED_KEY]) for group in incoming["param_groups"] if SEED_KEY in group]
+    if len(set(seeds)) > 1:
+        raise ValueError(
+            f"the groups of the loaded state_dict have rounding_seed {', '.join(map(str, seeds))}; an optimizer has "
+            "one: set them to the one to go on with"
+        )
+    return seeds[0] if seeds else None
 
 
 def reinstate(opt: FusedAccumAdamW) -> None:
@@ -133,8 +148,11 @@ def reinstate(opt: FusedAccumAdamW) -> None:
     if run.backward is not None:
         run.backward.drop()
     run.discard()
+    if (seed := saved_seed(opt, incoming)) is not None:
+        run.reseed(seed)
     updates = None
     for group in reversed(opt.param_groups):
+        group.pop(SEED_KEY, None)
         run.window.take_group_entries(group)
         updates = group.pop("accum_updates", updates)
     if updates is not None and updates != _updates(opt):
@@ -165,7 +183,7 @@ def pickled(opt: FusedAccumAdamW) -> dict[str, Any]:
 
 def unpickle(opt: FusedAccumAdamW, saved: dict[str, Any]) -> None:
     """Rebuild the runtime of a copy from ``pickled``'s result."""
-    run = opt._run = Runtime(saved["options"])
+    run = opt._run = Runtime(saved["options"], opt)
     run.skipped_steps, run.skipped_microbatches = saved.get("skipped", (0, 0))
     run.amp_requested = saved["amp_requested"]
     run.window = saved["window"]

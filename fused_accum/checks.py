@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -87,6 +90,16 @@ def check_unchanged(name: str, p: Tensor, accum: Tensor, dtype: torch.dtype) -> 
             f"parameter {name} is now {short(p.dtype)} {tuple(p.shape)} on {p.device}, but its buffer holds a "
             f"window accumulated for {short(dtype)} {tuple(accum.shape)} on {accum.device}; a parameter must "
             "not be cast or moved in mid-window: do it after step(), or drop the window with zero_grad()"
+        )
+
+
+def check_capture(groups: Sequence[dict[str, Any]]) -> None:
+    """Raise, as torch does, where a CUDA graph is captured of a step that would keep today's lr for ever."""
+    if torch.cuda.is_current_stream_capturing() and not all(group["capturable"] for group in groups):
+        raise RuntimeError(
+            "step() is being captured into a CUDA graph, but a group's capturable is False: replays would use the lr "
+            "of the capture; construct the optimizer with capturable=True, and give lr as a tensor on the device to "
+            "change it between replays"
         )
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .direct_ops import add_product, add_row_sum
+from .entry import never_compiled
 
 if TYPE_CHECKING:
     from .direct_wgrad import Link
@@ -75,6 +76,7 @@ class DirectLinear(_Direct):
         return F.linear(x, used.t() if transposed else used, offset)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
         if g is None:
             return (None,) * 6
@@ -88,18 +90,20 @@ class DirectLinear(_Direct):
         if ctx.needs_input_grad[1] and _wanted(ctx, 1, session.run().name_of(weight)):
             tokens_in = x.reshape(-1, x.shape[-1])
             slot = session.slots[id(weight)]
-            buffer, first = session.acquire(slot, weight)
             pair = (tokens_in, tokens_out) if ctx.transposed else (tokens_out, tokens_in)
-            add_product(buffer, *pair, first)
-            session.added(slot, weight)
+            with session.adding:
+                buffer, first = session.acquire(slot, weight)
+                add_product(buffer, *pair, first)
+                session.added(slot, weight)
         if ctx.needs_input_grad[2]:
             slot = session.slots.get(id(bias))
             if slot is None:
                 db = tokens_out.sum(0).to(bias.dtype)
             elif _wanted(ctx, 2, session.run().name_of(bias)):
-                buffer, first = session.acquire(slot, bias)
-                add_row_sum(buffer, tokens_out, first)
-                session.added(slot, bias)
+                with session.adding:
+                    buffer, first = session.acquire(slot, bias)
+                    add_row_sum(buffer, tokens_out, first)
+                    session.added(slot, bias)
         return dx, None, db, None, None, None
 
 
@@ -114,6 +118,7 @@ class DirectEmbedding(_Direct):
         return F.embedding(index, weight, padding)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, g: Tensor | None) -> tuple[None, ...]:
         if g is None:
             return (None,) * 4
@@ -121,10 +126,11 @@ class DirectEmbedding(_Direct):
         if _wanted(ctx, 1, session.run().name_of(weight)):
             (index,) = ctx.saved_tensors
             slot = session.slots[id(weight)]
-            buffer, first = session.acquire(slot, weight)
-            if first:
-                session.clear(weight)
-            backend = session.run().find(weight)[0].backend
-            backend.scatter_rows(buffer, index.reshape(-1).long(), g.reshape(-1, g.shape[-1]), ctx.padding)
-            session.added(slot, weight)
+            with session.adding:
+                buffer, first = session.acquire(slot, weight)
+                if first:
+                    session.clear(weight)
+                backend = session.run().find(weight)[0].backend
+                backend.scatter_rows(buffer, index.reshape(-1).long(), g.reshape(-1, g.shape[-1]), ctx.padding)
+                session.added(slot, weight)
         return (None,) * 4

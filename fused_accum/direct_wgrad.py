@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .direct_functions import DirectEmbedding, DirectLinear
+from .entry import never_compiled
 from .slots import Slot
 
 if TYPE_CHECKING:
@@ -25,13 +26,15 @@ class Link:
         self.session = weakref.ref(session)
 
     def slot(self, weight: Tensor) -> Slot | None:
-        """The weight's, when its gradient is to be added directly."""
+        """The weight's, when its gradient is to be added directly; within torch.func's transforms it is not."""
         session = self.session()
         if session is None or session.run() is None or not session.installed:
             return None
         slot = session.slots.get(id(weight))
         hooked = slot is None or slot.param() is not weight or weight._backward_hooks or not weight.requires_grad
-        return None if hooked or not torch.is_grad_enabled() else slot
+        if hooked or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        return slot
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -73,6 +76,7 @@ def _linear(module: nn.Module, x: Tensor, transposed: bool) -> Tensor | None:
 
 def _linear_forward() -> Any:
     # Pickle finds a bound method by its name: a copy then has the class's own forward.
+    @never_compiled
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         y = _linear(self, x, False)
         return F.linear(x, self.weight, self.bias) if y is None else y
@@ -81,6 +85,7 @@ def _linear_forward() -> Any:
 
 
 def _conv1d_forward() -> Any:
+    @never_compiled
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         y = _linear(self, x, True)
         return type(self).forward(self, x) if y is None else y
@@ -89,6 +94,7 @@ def _conv1d_forward() -> Any:
 
 
 def _embedding_forward() -> Any:
+    @never_compiled
     def forward(self: nn.Embedding, index: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             _refuse_compile()

@@ -22,13 +22,21 @@ except ImportError:  # another torch: as if all calls were compiled
     def get_eval_frame_callback() -> Any:
         return True
 
-    def skip_frame(code: Any) -> None:
+    def skip_frame(code: Any, calls: bool = False) -> None:
         pass
 
 else:
 
-    def skip_frame(code: Any) -> None:
-        set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    def skip_frame(code: Any, calls: bool = False) -> None:
+        of_calls = _FrameAction.SKIP if calls else _FrameAction.DEFAULT
+        set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, of_calls))
+
+
+def never_compiled(function: Callable) -> Callable:
+    """Marks what autograd calls back, so that neither it nor what it calls is compiled when a backward runs within a
+    compiled function: they look at addresses and at the running graph task, which mean nothing to a tracer."""
+    skip_frame(function.__code__, calls=True)
+    return function
 
 
 def one_graph_break(method: Callable) -> Callable:
@@ -53,7 +61,7 @@ def hooked(step: Callable) -> Callable:
 
     @functools.wraps(step)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        needed = (
+        needed = type(self).step is entry and (  # else torch has wrapped the subclass's own step, which calls this
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks

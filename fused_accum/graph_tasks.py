@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
+from .entry import never_compiled
 from .slots import NO_TASK, Pulse, current_task_id
 
 _engine = torch.autograd.Variable._execution_engine
@@ -31,6 +32,7 @@ class _Finish:
     def __init__(self, tasks: GraphTasks, id: int) -> None:
         self.tasks, self.id = tasks, id
 
+    @never_compiled
     def __call__(self) -> None:
         self.tasks._finish(self.id)
 
@@ -107,6 +109,7 @@ class GraphTasks:
         self.awaited.add(task)
         handles: list[Any] = []
 
+        @never_compiled
         def heard(*_: Any) -> None:
             for handle in handles:
                 handle.remove()

@@ -7,6 +7,7 @@ its place, a fresh one or one that somebody put there, moves it into the buffer.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -57,6 +58,7 @@ class InBackward(WindowInGrad):
         self.direct: list[Slot] = []  # of parameters that get their gradients directly
         self.direct_backwards = 0  # how many backwards of this window had such gradients
         self.check_direct = False
+        self.adding = threading.Lock()  # held where a buffer is added to directly, by whichever thread's backward
         weakref.finalize(run, remove_hooks, self.slots).atexit = False
 
     # -- hooks ----------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ class InBackward(WindowInGrad):
 
     def added(self, slot: Slot, p: Tensor) -> None:
         """After ``acquire`` and the addition: p.grad is the buffer."""
-        task = self.tasks.running[self.tasks.pulse.task]
+        task = self.tasks.running[current_task_id()]
         task.direct = True
         if slot.stream is not None:
             task.streams.add(slot.stream)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .entry import never_compiled
 from .in_backward import InBackward
 from .slots import ALL, Slot, current_task_id, trains
 
@@ -60,6 +61,7 @@ class MainGrad(InBackward):
         """Runs before autograd adds: a dummy must not be added to the buffer that p.grad is."""
         session = self
 
+        @never_compiled
         def guard(_: Tensor | None) -> None:
             p = slot.param()
             if session.stepping is not None:

@@ -53,11 +53,22 @@ class Factors(NamedTuple):
     def on(self, device: torch.device) -> Factors:
         return Factors(*(f if f is None else f.to(device, non_blocking=True) for f in self))
 
+    def and_(self, known: Factors) -> Factors:
+        """Both; ``known`` has both factors."""
+        clip = known.clip if self.clip is None else self.clip * known.clip
+        return Factors(clip, known.skip if self.skip is None else torch.maximum(self.skip, known.skip))
+
+
+def divided_by(total: Tensor) -> Factors:
+    """What divides by ``total``, a sum of weights on a device, and drops the window where that is 0."""
+    empty = total == 0
+    return Factors(1 / torch.where(empty, 1.0, total), empty.float())
+
 
 class Norms:
     """The norms of one step's gradient, where they were found; ``value``: the global one, where the host knows it."""
 
-    def __init__(self, buckets: Sequence[Bucket], coefficient: float) -> None:
+    def __init__(self, buckets: Sequence[Bucket], coefficient: float | Tensor) -> None:
         self.coefficient = coefficient
         self.value: float | None = None
         self.parts = [(b.params, b.name_of, b.measured, b.squares) for b in buckets if b.measured]
@@ -109,12 +120,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     return 1.0 if coefficient > 1 else coefficient
 
 
-def divided_by(total: Tensor) -> Factors:
-    """Of a sum of weights that only the device knows; 0: nothing to divide by, so no update."""
-    return Factors(total.reciprocal(), (total == 0).float())
-
-
 def factors(norm: Tensor, max_norm: float | None, skip: bool) -> Factors:
-    """The same on the device of ``norm``."""
-    clip = None if max_norm is None else (max_norm / (norm + EPS)).clamp(max=1.0)
+    """The same on the device of ``norm``; a number over a tensor would be rounded twice."""
+    clip = None if max_norm is None else (torch.full_like(norm, max_norm) / (norm + EPS)).clamp(max=1.0)
     return Factors(clip, (~norm.isfinite()).float() if skip else None)

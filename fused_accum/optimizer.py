@@ -53,7 +53,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         stochastic_rounding: bfloat16 and float16 parameters without masters are rounded up or down by chance, so that
             the mean is exact. The random number depends on ``rounding_seed``, ``state[p]["step"]``, the parameter's
             place in the optimizer and the element's in the parameter alone.
-        rounding_seed: int from 0 to 2**64 - 1; a resumed run needs the same one.
+        rounding_seed: int from 0 to 2**64 - 1. With ``stochastic_rounding`` it is in the ``state_dict`` (an entry of
+            each group there), and a loaded one replaces it as a loaded lr does.
         max_grad_norm: clip the window's gradient (divided by the sum of weights and by GradScaler's scale) to this
             global L2 norm inside ``step``, with torch.nn.utils.clip_grad_norm_'s coefficient; None: no clipping.
         skip_nonfinite: "step": a window whose gradient has an inf or a NaN is dropped, parameters and state
@@ -88,11 +89,6 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         skip_nonfinite: str | None = None,
         backend: str = "auto",
     ) -> None:
-        if differentiable:
-            raise ValueError(
-                "differentiable=True: the fused update writes in place and records no graph; use "
-                "torch.optim.AdamW(differentiable=True) to differentiate through the optimizer"
-            )
         options = Options.checked(
             accum_dtype, state_dtype, backend, master_weights, stochastic_rounding, rounding_seed
         )
@@ -100,7 +96,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
             max_grad_norm=norms.checked_max_grad_norm(max_grad_norm),
             skip_nonfinite=norms.checked_skip_nonfinite(skip_nonfinite),
         )
-        self._run = Runtime(options)
+        self._run = Runtime(options, self)
         super().__init__(
             params,
             lr,
@@ -114,6 +110,11 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
+        if differentiable:
+            raise ValueError(
+                "differentiable=True: the fused update writes in place and records no graph; use "
+                "torch.optim.AdamW(differentiable=True) to differentiate through the optimizer"
+            )
 
     # -- a window -------------------------------------------------------------------------------------------
 
@@ -126,7 +127,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         left alone; a call that finds no gradient at all counts nothing. Gradients are never written to.
 
         Args:
-            scale: number or 0-dim tensor, finite, >= 0.
+            scale: number or 0-dim tensor, finite, >= 0. The CUDA backend reads tensors on the GPU there, unchecked:
+                the host does not wait for them.
             weight: number or 0-dim tensor, finite, >= 0, in any unit (tokens, samples); all micro-batches of a
                 window have one or none has. 0 skips the add, even of NaN.
 
@@ -136,7 +138,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
                 requiring grad, cast or moved in mid-window); called in a backward or concurrently. Nothing has
                 changed then.
         """
-        scale, weight = pipeline.host_factors(scale, weight)
+        scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("accumulate"):
             pipeline.take_microbatch(self, scale, weight)
 
@@ -168,13 +170,14 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, weight = pipeline.host_factors(scale, weight)
+        scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("step"):
             message = pipeline.end_window(self, scale, weight)
         if message:
             warnings.warn(message, UserWarning, stacklevel=4)
         return loss
 
+    @one_graph_break
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard everything not yet stepped: ``p.grad`` as torch does, and the open window, with a warning.
 
@@ -190,9 +193,10 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
                 f"zero_grad() dropped {dropped} accumulated micro-batch(es) that were not stepped; call it only "
                 "after step() (where it is not needed), or discard_microbatch() to drop the last gradients alone",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
+    @one_graph_break
     def discard_microbatch(self) -> None:
         """Set every ``p.grad`` to None and keep the window: what to do when a backward was not finished.
 
@@ -286,7 +290,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         """torch.optim.AdamW's state_dict; in mid-window also ``state[i]["accum"]`` and ``accum_*`` group entries.
 
-        A run resumed from it continues bit-identically. Warns once in mid-window.
+        With ``master_weights`` also ``state[i]["master"]``; with ``stochastic_rounding`` a group entry
+        ``rounding_seed``. A run resumed from it continues bit-identically. Warns once in mid-window.
         """
         with self._run.exclusive("state_dict"), checkpoint.visible_window(self):
             result = super().state_dict()
@@ -297,10 +302,15 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         """Load a state_dict of this class or of torch.optim.AdamW; moments become ``state_dtype`` uncast by the
         parameter's dtype. An open window is discarded with a warning, a saved one restored."""
         run = self._run
+        owner = run.owner()
+        if owner is not self:  # the wrapper's attributes are not the optimizer's, which torch's loading assigns to
+            owner.load_state_dict(state_dict)
+            return
         dropped = run.window.microbatches
 
         def remember(_: Any, incoming: dict[str, Any]) -> None:
             checkpoint.refuse_other_masters(self, incoming)
+            checkpoint.saved_seed(self, incoming)
             run.incoming = incoming
 
         with run.exclusive("load_state_dict"):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from . import norms
+from . import checks, norms, window
 from .buckets import Bucket
-from .state import Hyper
+from .state import Hyper, complete
 from .window import host_number
 
 if TYPE_CHECKING:
@@ -24,8 +24,24 @@ def host_factors(scale: Any, weight: Any) -> tuple[float, float | None]:
     return host_number("scale", scale), None if weight is None else host_number("weight", weight)
 
 
-def _factor(scale: float, weight: float | None) -> float:
+def factors_of(opt: FusedAccumAdamW, scale: Any, weight: Any) -> tuple[float | Tensor, float | Tensor | None]:
+    """As ``host_factors``, but what lies on a device stays there, as float64, where all kernels read it there."""
+    there = [f for f in (scale, weight) if window.on_device(f)]
+    if not there or opt._run.backward is not None or hasattr(opt, "found_inf"):
+        return host_factors(scale, weight)
+    buckets = opt._run.buckets(opt.param_groups)
+    if not all(b.backend.scales_on_device and b.device == f.device for b in buckets for f in there):
+        return host_factors(scale, weight)
+    return window.number("scale", scale), None if weight is None else window.number("weight", weight)
+
+
+def _factor(scale: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
     return scale if weight is None else scale * weight
+
+
+def _is_zero(number: float | Tensor | None) -> bool:
+    """Whether the host knows it to be."""
+    return not isinstance(number, Tensor) and number == 0
 
 
 def _release(buckets: list[Bucket]) -> None:
@@ -33,7 +49,7 @@ def _release(buckets: list[Bucket]) -> None:
         bucket.release()
 
 
-def take_microbatch(opt: FusedAccumAdamW, scale: float, weight: float | None) -> None:
+def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tensor | None) -> None:
     """Add the gradients in ``p.grad`` to the open window, or only count them where their factor is zero.
 
     While accumulating in backward they are there already.
@@ -46,17 +62,20 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float, weight: float | None) ->
         run.backward.refuse_unfinished()
         return
     factor = _factor(scale, weight)
-    buckets, found = run.collect(opt.param_groups, buffers=factor != 0)
+    adds = not _is_zero(factor)
+    buckets, found = run.collect(opt.param_groups, buffers=adds)
     try:
         if not found:
             return
         run.window.refuse_mixing(weight)
-        if factor != 0 and _rejected(opt, buckets, factor):
+        if adds and _rejected(opt, buckets, factor):
             return
+        if not opt.state and adds:
+            _begin_state(opt)
         # Counted before the kernels run: an interrupt during them is raised right after, never between.
         run.window.add(scale, weight)
         for bucket in buckets:
-            if factor != 0:
+            if adds:
                 bucket.accumulate(factor)
             else:
                 bucket.drop_gradients()
@@ -64,7 +83,17 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float, weight: float | None) ->
         _release(buckets)
 
 
-def end_window(opt: FusedAccumAdamW, scale: float, weight: float | None) -> str | None:
+def _begin_state(opt: FusedAccumAdamW) -> None:
+    """Make the state of all parameters with a gradient, in an optimizer without any: one with an open window has
+    some. torch.distributed.checkpoint would else make it, by a step of zero gradients that ends the window."""
+    opt._run.window.began_state = True
+    for group in opt.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                complete(opt.state[p], p, group, opt._run.options)
+
+
+def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tensor | None) -> str | None:
     """The pipeline of a step. Returns what to warn of."""
     run = opt._run
     run.refuse_missing_hooks("step")
@@ -73,7 +102,7 @@ def end_window(opt: FusedAccumAdamW, scale: float, weight: float | None) -> str 
     if run.backward is not None:
         _refuse_factors("step", scale, weight)
         run.backward.refuse_step()
-    elif _factor(scale, weight) == 0:
+    elif _is_zero(_factor(scale, weight)):
         take_microbatch(opt, scale, weight)
     buckets, found = run.collect(opt.param_groups, buffers=False)
     try:
@@ -83,25 +112,27 @@ def end_window(opt: FusedAccumAdamW, scale: float, weight: float | None) -> str 
         if run.backward is None and found and not found_inf and _rejected(opt, buckets, _factor(scale, weight)):
             buckets, found = run.collect(opt.param_groups, buffers=False)
         total = run.window.total_weight(weight if found else None)
-        factors = None
-        if isinstance(total, Tensor):
-            if amp is None and not run.options.measures and all(b.backend.skips_on_device for b in buckets):
-                factors, total = norms.divided_by(total), None
-            else:
-                total = float(total)
-        if found_inf or (total == 0 and run.window.microbatches):
+        if isinstance(total, Tensor) and not _divides_on_device(opt, buckets, amp is not None):
+            total = float(total)
+        if found_inf or (_is_zero(total) and run.window.microbatches):
             return _abandon_window(opt, buckets, found_inf)
+        if any(bucket.device.type == "cuda" for bucket in buckets):
+            checks.check_capture(opt.param_groups)
         hypers = [Hyper.of(group) for group in opt.param_groups]
         before = _without_state(opt) if run.options.skip_nonfinite == "step" else []
         for bucket in buckets:
             bucket.prepare(opt.state, opt.param_groups, hypers)
         if run.backward is None and found:
             run.window.add(scale, weight)
-        coefficient = (1.0 if total is None else 1.0 / total) * inverse_grad_scale
+        coefficient, factors = inverse_grad_scale, None
+        if isinstance(total, Tensor):
+            factors = norms.divided_by(total)
+        elif total is not None:
+            coefficient = 1.0 / total * inverse_grad_scale
         if run.options.measures:
             for bucket in buckets:
                 bucket.sum_up(_factor(scale, weight))
-            coefficient, factors = _judge(opt, buckets, coefficient)
+            coefficient, factors = _judge(opt, buckets, coefficient, factors)
             if coefficient is None:
                 for p in before:
                     opt.state.pop(p, None)
@@ -122,8 +153,17 @@ def discard_window(opt: FusedAccumAdamW) -> int:
     """Drop the open window; returns how many explicit micro-batches that cost."""
     run = opt._run
     dropped = 0 if run.backward is not None else run.window.microbatches
-    run.discard()
+    _discard(opt)
     return dropped
+
+
+def _discard(opt: FusedAccumAdamW) -> None:
+    """Drop the open window, and the state that only it has called for."""
+    if opt._run.window.began_state:
+        for group in opt.param_groups:
+            for p in group["params"]:
+                opt.state.pop(p, None)
+    opt._run.discard()
 
 
 def on_host(opt: FusedAccumAdamW, buckets: list[Bucket]) -> bool:
@@ -132,14 +172,20 @@ def on_host(opt: FusedAccumAdamW, buckets: list[Bucket]) -> bool:
     return any(b.device.type == "cpu" or (skips and not b.backend.skips_on_device) for b in buckets)
 
 
+def _divides_on_device(opt: FusedAccumAdamW, buckets: list[Bucket], scaled: bool) -> bool:
+    """Whether a sum of weights may stay on its device, where 0 is nothing to divide by and skips the update."""
+    waits = scaled or (opt._run.options.measures and on_host(opt, buckets))
+    return not waits and all(bucket.backend.skips_on_device for bucket in buckets)
+
+
 def _judge(
-    opt: FusedAccumAdamW, buckets: list[Bucket], coefficient: float
+    opt: FusedAccumAdamW, buckets: list[Bucket], coefficient: float, known: norms.Factors | None
 ) -> tuple[float | None, norms.Factors | None]:
-    """The clipped coefficient (None: skip the step), and what of it only the device knows."""
+    """The clipped coefficient (None: skip the step), and what of it only the device knows; ``known``: as yet."""
     run, options = opt._run, opt._run.options
     if not any(bucket.measured for bucket in buckets):
-        return coefficient, None
-    run.norms = found = norms.Norms(buckets, coefficient)
+        return coefficient, known
+    run.norms = found = norms.Norms(buckets, coefficient if known is None else coefficient * known.clip)
     skips = options.skip_nonfinite == "step"
     if not on_host(opt, buckets):
         factors = norms.factors(found.total(), options.max_grad_norm, skips)
@@ -147,7 +193,7 @@ def _judge(
             before = 0 if run.skipped_on_device is None else run.skipped_on_device
             run.skipped_on_device = factors.skip.long() + before
             run.offender = found
-        return coefficient, factors
+        return coefficient, factors if known is None else factors.and_(known)
     norm = found.on_host()
     if skips and not math.isfinite(norm):
         run.skipped_steps += 1
@@ -170,6 +216,7 @@ def _rejected(opt: FusedAccumAdamW, buckets: list[Bucket], factor: float) -> boo
         return False
     run.offender = found
     run.skipped_microbatches += 1
+    run.window.rejected += 1
     for bucket in buckets:
         bucket.drop_gradients()
     return True
@@ -186,7 +233,7 @@ def _abandon_window(opt: FusedAccumAdamW, buckets: list[Bucket], found_inf: bool
         bucket.drop_gradients()
         bucket.clear_aliases()
     count = run.window.microbatches
-    run.discard()
+    _discard(opt)
     if run.backward is not None:
         run.backward.discarded()
     if found_inf:

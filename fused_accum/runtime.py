@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from . import backends, checks
 from ._native import same_objects
@@ -59,8 +61,11 @@ class Exclusive:
 
 
 class Runtime:
-    def __init__(self, options: Options) -> None:
+    """owner: the optimizer itself, for a method that runs on a wrapper and must assign attributes."""
+
+    def __init__(self, options: Options, owner: Optimizer) -> None:
         self.options = options
+        self.owner = weakref.ref(owner)
         self.window = Window()
         self.amp_requested = False
         self.incoming: dict[str, Any] | None = None
@@ -93,6 +98,12 @@ class Runtime:
                 f"{call}: an exception inside step_in_backward() ({self.half_applied}) left some parameters updated "
                 "and others not; load a checkpoint into the model and, with load_state_dict(), into the optimizer"
             )
+
+    def reseed(self, rounding_seed: int) -> None:
+        """Go on with this seed; buckets, which hold it, are made anew."""
+        if rounding_seed != self.options.rounding_seed:
+            self.options = self.options._replace(rounding_seed=rounding_seed)
+            self._members = []
 
     # -- accumulation in backward -----------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .entry import never_compiled
+
 if TYPE_CHECKING:
     from .in_backward import InBackward
 
@@ -25,6 +27,7 @@ class ScaleLoss(torch.autograd.Function):
         return times(loss, ctx.factor)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         session: InBackward | None = ctx.session()
         if session is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _native
+from .entry import never_compiled
 
 if TYPE_CHECKING:
     from .in_backward import InBackward
@@ -39,6 +40,7 @@ class PlainHook:
     def __init__(self, pulse: PlainPulse) -> None:
         self.pulse, self.ptr, self.version = pulse, -1, 0
 
+    @never_compiled
     def __call__(self, p: Tensor) -> None:
         pulse = self.pulse
         if current_task_id() != pulse.task or pulse.watch == ALL:
@@ -100,6 +102,7 @@ class Slot(Hook):
         self.grad_dtype: torch.dtype | None = None  # what to restore, if it was changed
         self.handle: torch.utils.hooks.RemovableHandle | None = None
 
+    @never_compiled
     def slow(self, p: Tensor) -> None:
         """Called as the parameter's hook, where there may be something to do."""
         session = self.owner()

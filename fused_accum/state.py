@@ -16,6 +16,13 @@ MASTER_DTYPES = {"fp32": torch.float32, "split": torch.int16}  # by master_weigh
 PLAIN, MASTER, SPLIT, STOCHASTIC = range(4)
 
 
+def checked_rounding_seed(value: Any) -> int:
+    """``value``; ValueError for what is no seed."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
+        raise ValueError(f"rounding_seed is {value!r}; it must be an int from 0 to 2**64 - 1")
+    return value
+
+
 class Options(NamedTuple):
     """What the constructor was given beyond torch.optim.AdamW's arguments."""
 
@@ -64,8 +71,7 @@ class Options(NamedTuple):
                 f"stochastic_rounding=True with master_weights={master_weights!r}: a master keeps what rounding "
                 "would lose, and the parameter must be what the master rounds to; choose one of the two"
             )
-        if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int) or not 0 <= rounding_seed < 2**64:
-            raise ValueError(f"rounding_seed is {rounding_seed!r}; it must be an int from 0 to 2**64 - 1")
+        checked_rounding_seed(rounding_seed)
         from . import backends  # which import this module
 
         if backend != "auto" and backend not in (names := backends.registry()):

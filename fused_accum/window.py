@@ -17,13 +17,17 @@ class Pending(NamedTuple):
     weight: float
 
 
-def host_number(name: str, value: Any) -> float:
-    """``value`` (a number or a 0-dim tensor) as a float; raises unless it is finite and not negative."""
+def refuse_dimensions(name: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.dim() != 0:
         raise ValueError(
             f"{name} is a tensor of shape {tuple(value.shape)}; it must be a number or a 0-dim tensor: "
             f"pass {name}.sum() or {name}.item()"
         )
+
+
+def host_number(name: str, value: Any) -> float:
+    """``value`` (a number or a 0-dim tensor) as a float; raises unless it is finite and not negative."""
+    refuse_dimensions(name, value)
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
         raise TypeError(f"{name} is {value!r}; it must be a number or a 0-dim tensor")
     number = float(value)
@@ -46,7 +50,10 @@ def number(name: str, value: Any) -> float | Tensor:
 
 
 class Window:
-    """Counts and sums of the open window, in float64 on the host; ``weight`` is where the weights were."""
+    """Counts and sums of the open window, in float64 on the host; ``weight`` where its micro-batches' were.
+
+    began_state: the optimizer had no state before it.
+    """
 
     def __init__(self) -> None:
         self.previous_scale_sum: float | None = None
@@ -59,6 +66,8 @@ class Window:
         self.weight: float | Tensor = 0.0
         self.scale_sum = 0.0
         self.scaled = 0
+        self.began_state = False
+        self.rejected = 0  # by skip_nonfinite="microbatch": in none of the other counts
 
     def emptied(self) -> Window:
         """A copy that remembers earlier windows only."""
@@ -85,7 +94,7 @@ class Window:
         if weight is not None:
             self.weighted = True
             self.weight = self.weight + weight
-        elif not isinstance(scale, Tensor):
+        elif not isinstance(scale, Tensor):  # else the host does not know how the sums compare
             self.scale_sum += scale
             self.scaled += 1
 
@@ -100,8 +109,15 @@ class Window:
         return self.weight if weight is None else self.weight + weight
 
     def close(self) -> str | None:
-        """End the window; returns what to warn of (once) when its scales add up to another sum than before."""
+        """End the window; returns what to warn of: that all of it was rejected, or (once) that its scales add up to
+        another sum than before."""
         message = None
+        if self.rejected and not self.microbatches:
+            message = (
+                f"skip_nonfinite='microbatch' rejected all {self.rejected} micro-batch(es) of this window, whose "
+                "gradients have an inf or a NaN: there is nothing to average, so no parameter was updated and the "
+                "window is closed; nonfinite_parameter names the first of them"
+            )
         if self.scaled and self.scaled == self.microbatches:
             previous, now = self.previous_scale_sum, self.scale_sum
             differs = previous is not None and not math.isclose(previous, now, rel_tol=1e-6)

@@ -54,3 +54,12 @@ def pytest_report_header() -> list[str]:
     lines += [f"not here: {name} on {device}: {_why_not(name, device)}" for name, device in PAIRS
               if (name, device) not in WORKING]  # fmt: skip
     return lines
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For models so small that a second thread only waits, and on a busy machine waits long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -22,7 +22,7 @@ ROOT = TESTS.parent
 CSRC = ROOT / "csrc"
 NATIVE = TESTS / "native"
 EMULATOR = sorted(NATIVE.glob("cuda_emulation*.cpp"))
-BINDINGS = ("cuda_bindings.cpp", "lists.cpp", "rows.cpp", "table.cpp", "tensor_info.cpp")  # what knows Python
+BINDINGS = ("cuda_bindings.cpp", "shared.cpp")  # what knows Python
 VARIABLE, SETTINGS = "FUSED_ACCUM_EMULATED", "FUSED_ACCUM_EMULATION"
 
 # As setup.py has it where bits depend on it.

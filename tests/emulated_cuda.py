@@ -30,7 +30,7 @@ def on_device(monkeypatch):
     """Makes kernels go to a device and stream of choice: CPU tensors have neither."""
 
     def use(device, stream):
-        def executor(_, slots=None, *factors):
+        def executor(_, slots=None, *factors, **more):
             place = () if slots is None else (slots.data_ptr(), len(slots))
             return cuda._C.Cuda(device, stream, *place)
 
@@ -131,8 +131,8 @@ def test_the_device_is_restored_after_an_error_in_any_launch_of_a_step(emulation
 
 
 @pytest.mark.parametrize(("count", "kind", "launches"), [
-    (1, "RowTable<60>", 1), (60, "RowTable<60>", 1), (61, "RowTable<511>", 1), (511, "RowTable<511>", 1),
-    (1000, "RowTable<511>", 2),
+    (1, "RowTable<56>", 1), (56, "RowTable<56>", 1), (57, "RowTable<454>", 1), (454, "RowTable<454>", 1),
+    (1000, "RowTable<454>", 3),
 ])  # fmt: skip
 def test_many_tensors_take_few_launches(emulation, count, kind, launches):
     """Reported case 34: 1000 tensors of 64 elements."""
@@ -147,19 +147,66 @@ def test_many_tensors_take_few_launches(emulation, count, kind, launches):
         assert kinds == ["CountTable"] * (call == opt.step) + [kind] * launches
 
 
+@pytest.mark.filterwarnings("ignore:the scales of this window")
+def test_sums_of_squares_take_no_pass_of_their_own(emulation):
+    """Kernels of an accumulation leave those of blocks; of a single gradient one read gives them."""
+    params = parameters((5000,), (64,), (0,))
+    opt = FusedAccumAdamW(params, backend="cuda", max_grad_norm=1.0, skip_nonfinite="step")
+    small, large = "RowTable<56>", "RowTable<454>"
+    for calls, kinds in (
+        ("a", [large, "SquaresTable"]),
+        ("s", [large, "SquaresTable", "CountTable", small]),
+        ("s", [large, "SquaresTable", "CountTable", small]),
+    ):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        emulation.launches()
+        opt.accumulate(0.5) if calls == "a" else opt.step(scale=0.5)
+        assert [launch.kind for launch in emulation.launches()] == kinds
+
+
+def test_sums_of_squares_of_many_rows(emulation):
+    """More than one table of them holds, with empty ones between."""
+    params = parameters(*[(0 if i % 7 == 3 else 2,) for i in range(1700)])
+    opt = FusedAccumAdamW(params, backend="cuda", max_grad_norm=1.0)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.accumulate()
+    opt.step()
+    assert sum(launch.kind == "SquaresTable" for launch in emulation.launches()) == 2
+    ((_, _, rows, squares),) = opt._run.norms.parts
+    assert list(rows) == list(range(1700))
+    assert squares.tolist() == [float(p.numel()) for p in params]
+
+
+def test_too_little_memory_for_sums_is_refused(emulation):
+    executor = cuda._C.Cuda(0, 0, squares=torch.empty(3, dtype=torch.float64).data_ptr(), square_count=3)
+    (p,) = parameters((5000,))
+    p.grad = torch.ones_like(p)
+    table = cuda._C.Table([p], [0], torch.autograd.graph.increment_version, cuda._C.Place(1, 0), [0], 0, 0)
+    for kind in (torch.nn.Parameter, torch.Tensor):
+        table.accept(kind)
+    assert table.collect([torch.zeros(5000)], bytearray(1), bytearray(1), True) == (1, -1)
+    sums = torch.zeros(1, dtype=torch.float64)
+    with pytest.raises(ValueError, match="need memory for 8 have it for 3"):
+        table.accumulate(bytearray(1), 1.0, executor, None, bytearray(1), sums.data_ptr())
+    assert emulation.launches() == []
+
+
 def test_results_do_not_depend_on_the_order_of_blocks_and_threads(emulation):
     start = [p for dtype in (torch.float32, torch.bfloat16, torch.float64)
              for p in parameters((9000,), (4097,), (40, 30), dtype=dtype)]  # fmt: skip
     start.append(torch.nn.Parameter(values((70, 50)).t()))
+    kept = {"master_weights": "fp32", "max_grad_norm": 0.1}
     grads = gradients(start)
     grads[1][-1] = values((50, 140))[:, ::2]  # strided
     ends = []
     for seed in (0, 1, 2, 12345):
         emulation.seed(seed)
         params = copies(start)
-        opt = FusedAccumAdamW(params, backend="cuda", amsgrad=True)
+        opt = FusedAccumAdamW(params, backend="cuda", amsgrad=True, **kept)
         window(opt, grads)
-        ends.append(params + [opt.state[p]["exp_avg_sq"] for p in params])
+        ends.append([*params, *(opt.state[p]["exp_avg_sq"] for p in params), opt._run.norms.parts[0][3]])
     for end in ends[1:]:
         assert all(same_bits(a, b) for a, b in zip(ends[0], end))
 

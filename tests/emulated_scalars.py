@@ -1,13 +1,15 @@
 """What a step of backend "cuda" reads on the device, where the host never looks: lr, a GradScaler's factors. And what
 torch's allocator is told of gradients from other streams. Run by test_cuda_scalars.py."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from harness import copies, params_of, values
 from oracle import same_bits
 from torch import Tensor
 
-from fused_accum import FusedAccumAdamW
+from fused_accum import FusedAccumAdamW, pipeline, window
 from fused_accum.backends import cuda
 
 SHAPES = [(65,), (), (0,), (13, 17), (5000,)]
@@ -101,6 +103,95 @@ def test_a_scalers_factors_are_never_read_by_the_host(dtype, scaled):
         assert all(same_bits(p, b) for p, b in zip(params_of(gpu), before) if p.numel()) == bool(inf)
     assert_same(cpu, gpu)
     assert float(gpu.state[params_of(gpu)[0]]["step"]) == 3
+
+
+@pytest.fixture
+def nothing_read(monkeypatch):
+    """Makes norms stay on the device, as on a GPU, and values unreadable while ``with nothing_read():`` lasts."""
+    monkeypatch.setattr(pipeline, "on_host", lambda opt, buckets: buckets[0].backend.name == "cpu")
+
+    @contextmanager
+    def guard():
+        with monkeypatch.context() as patch:
+            for name in ("tolist", "item", "__float__", "__int__", "__bool__", "cpu", "numpy"):
+                patch.setattr(Tensor, name, NeverRead.__float__)
+            yield
+
+    return guard
+
+
+@pytest.mark.parametrize("kept", [{}, {"master_weights": "fp32"}, {"stochastic_rounding": True}], ids=str)
+@pytest.mark.parametrize("count", [1, 3])
+def test_clipping_and_skipping_wait_for_nothing(nothing_read, count, kept):
+    """And of one parameter, whose norm no order of sums changes, the clipped update has the CPU's bits."""
+    dtype = torch.bfloat16 if kept else torch.float32
+    start = torch.nn.Parameter(values((5000,), dtype))
+    options = {"max_grad_norm": 0.3, "skip_nonfinite": "step", "lr": 0.5, "weight_decay": 0.1, **kept}
+    cpu, gpu = (FusedAccumAdamW(copies([start]), backend=name, **options) for name in ("cpu", "cuda"))
+    for n in range(4):
+        for k in range(count):
+            g = values((5000,), dtype)
+            if (n, k) == (2, 0):
+                g[77] = float("inf")
+            for opt in (cpu, gpu):
+                params_of(opt)[0].grad = g.clone()
+                call = opt.step if k + 1 == count else opt.accumulate
+                if opt is gpu and n:  # the first window makes the state
+                    with nothing_read():
+                        call(scale=0.5)
+                else:
+                    call(scale=0.5)
+    assert_same(cpu, gpu)
+    assert cpu.skipped_steps == gpu.skipped_steps == 1
+    assert same_bits(cpu.grad_norm, gpu.grad_norm)
+
+
+PLANS = {  # of windows: (scale, weight) of their micro-batches; NaN where the factor is 0
+    "scales": [[(0.5, None), (0.25, None)], [(0.3, None)], [(0.5, None), (0.0, None), (0.1, None)]],
+    "weights": [[(1.0, 3), (0.5, 7), (1.0, 0)], [(1.0, 0), (1.0, 5)], [(1.0, 2)], [(0.7, 3), (1.0, 0), (1.0, 5)]],
+    "nothing": [[(1.0, 2)], [(1.0, 0), (1.0, 0)], [(1.0, 0)], [(1.0, 4), (1.0, 1)]],
+}
+
+
+@pytest.mark.filterwarnings("ignore:the scales of this window", "ignore:the weights of this window")
+@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_scales_and_weights_on_the_device(nothing_read, monkeypatch, plan, dtype, clip):
+    """The bits of the same numbers on the host: also where a factor, or a whole window's weight, is 0."""
+    monkeypatch.setattr(window, "on_device", lambda value: isinstance(value, NeverRead))
+    layout = values((9, 8), dtype).t()  # and a row that is not in line
+    start = [torch.nn.Parameter(layout if clip is None else values((5000,), dtype))]
+    start += [torch.nn.Parameter(values((65,), dtype)) for _ in range(2 if clip is None else 0)]
+    options = {"lr": 0.5, "weight_decay": 0.1, "max_grad_norm": clip}
+    cpu, gpu = (FusedAccumAdamW(copies(start), backend=name, **options) for name in ("cpu", "cuda"))
+    for n, micros in enumerate(plan):
+        for k, (scale, weight) in enumerate(micros):
+            spoil = float("nan") if 0 in (scale, weight) else 1.0
+            grads = [values(tuple(p.shape), dtype) * spoil for p in start]
+            if n and clip is None:
+                grads[0] = values((8, 18), dtype)[:, ::2] * spoil
+            for opt, number in ((cpu, float), (gpu, lambda number: on_device(number, torch.float64))):
+                for p, g in zip(params_of(opt), grads):
+                    p.grad = g.clone(memory_format=torch.preserve_format)
+                call = opt.step if k + 1 == len(micros) else opt.accumulate
+                factors = {"scale": number(scale), "weight": None if weight is None else number(weight)}
+                if opt is gpu and n:
+                    with nothing_read():
+                        call(**factors)
+                else:
+                    call(**factors)
+            assert cpu._run.window.microbatches == gpu._run.window.microbatches
+        if clip is not None and any(weight != 0 for _, weight in micros):
+            assert same_bits(cpu.grad_norm, gpu.grad_norm)
+    assert_same(cpu, gpu)
+
+
+def test_scales_are_checked_for_their_shape(monkeypatch):
+    monkeypatch.setattr(window, "on_device", lambda value: isinstance(value, NeverRead))
+    _, gpu = make()
+    with pytest.raises(ValueError, match=r"weight is a tensor of shape \(2,\)"):
+        gpu.accumulate(weight=on_device([1.0, 2.0]))
 
 
 def test_a_dropped_window_leaves_its_buffers_zero():

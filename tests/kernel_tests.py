@@ -30,12 +30,40 @@ NAMES = (
     "versions_are_bumped",
     "dtypes_of_scattered_rows",
     "rows_that_no_token_names_are_not_touched",
+    "replaced_parameters_refresh_the_masters",
+    "split_is_exact_and_rounds_ties_away",
+    "words_are_those_of_seed_step_parameter_and_element",
+    "masters_with_max_grad_norm_equal_fp32_adamw_with_clip",
+    "not_finite_without_skipping_is_as_in_torch",
+)
+
+# Of master weights, stochastic rounding, clipping and skipping, and of an embedding's gradient added directly.
+PRECISION = (
+    "everything_at_once",
+    "replaced_parameters_refresh_the_masters",
+    "replaced_parameters_count_with_split_masters",
+    "mid_window_checkpoint_before_any_update",
+    "versions_of_masters_are_bumped",
+    "words_are_those_of_seed_step_parameter_and_element",
+    "layout_in_memory_does_not_matter",
+    "resumed_runs_have_the_same_bits",
+    "masters_with_max_grad_norm_equal_fp32_adamw_with_clip",
+    "dtypes_and_groups",
+    "norm_of_each_parameter",
+    "not_finite_without_skipping_is_as_in_torch",
+    "a_window_that_went_through_a_copy",
+    "in_backward_a_replaced_p_grad_is_what_counts",
+    "the_coefficient_may_stay_on_the_device",
+    "one_micro_batch",
+    "large_gradients_are_finite",
+    "a_rejected_micro_batch_does_not_count",
+    "buffer_dtypes",
 )
 
 
-def found() -> list[str]:
-    """Them as pytest names them, relative to this folder."""
+def found(names: tuple[str, ...] = NAMES) -> list[str]:
+    """Those tests as pytest names them, relative to this folder."""
     texts = {path.name: path.read_text() for path in Path(__file__).parent.glob("test_*.py")}
-    where = {name: [file for file, text in texts.items() if f"def test_{name}(" in text] for name in NAMES}
+    where = {name: [file for file, text in texts.items() if f"def test_{name}(" in text] for name in names}
     assert all(where.values()), f"renamed? {[name for name, files in where.items() if not files]}"
     return [f"{file}::test_{name}" for name, files in where.items() for file in files]

@@ -88,6 +88,7 @@ def test_counted_bytes_follow_from_what_a_pass_reads_and_writes(name, dtype, siz
 
 @pytest.mark.parametrize(("dtype", "microbatches", "counted"), [
     ("fp32", 1, 28), ("fp32", 2, 44), ("fp32", 8, 116), ("bf16", 1, 22), ("bf16", 8, 96),
+    ("bf16+fp32", 1, 28), ("bf16+fp32", 8, 102), ("bf16+split", 1, 26), ("bf16+split", 8, 100),
 ])  # fmt: skip
 def test_counted_bytes_of_a_window(dtype, microbatches, counted):
     assert window.window_bytes(dtype, microbatches) == counted
@@ -254,7 +255,7 @@ def test_rows_cover_every_kernel_call_and_window(written):
         (f"{name}{clipped}", dtype, n)
         for name in ("gpt-50", "gpt-300")
         for clipped in ("", ", clipped")
-        for dtype in ("fp32", "bf16")
+        for dtype in ("fp32", "bf16", "bf16+fp32", "bf16+split")
         for n in (1, 3)
     }
 
@@ -274,7 +275,7 @@ def test_windows_say_which_peer_is_exact(written):
         assert (row["equal"] == "not compared") == (not row["exact"])
         assert row["exact"] or not row["fastest_exact"]
     fastest = [(row["list"], row["dtype"], row["microbatches"]) for row in rows if row["fastest_exact"]]
-    assert len(fastest) == len(set(fastest)) == 16
+    assert len(fastest) == len(set(fastest)) == 32
 
 
 @BENCHMARKS
@@ -343,7 +344,7 @@ def test_optimi_takes_part_where_it_is_installed(monkeypatch):
     assert rows[-1]["peer"] == "optimi AdamW"
     assert rows[-1]["exact"]
     monkeypatch.setitem(sys.modules, "optimi", None)  # not installed
-    assert "optimi AdamW" not in peers.peers("fp32", CPU)
+    assert "optimi AdamW" not in peers.peers(kernels.WEIGHTS["fp32"], CPU)
 
 
 def test_reference_backend(capsys):

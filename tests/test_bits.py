@@ -11,7 +11,7 @@ from conftest import KERNEL_PAIRS
 from harness import give, in_layout, parameter, params_of, values
 from oracle import same_bits
 
-from fused_accum import FusedAccumAdamW
+from fused_accum import FusedAccumAdamW, norms
 from fused_accum.backends import Backend, registry
 
 pytestmark = pytest.mark.parametrize("on", KERNEL_PAIRS)
@@ -19,6 +19,14 @@ pytestmark = pytest.mark.parametrize("on", KERNEL_PAIRS)
 # Degenerate; below, on and above a block of Triton's (1024; 512 for float64) and of CUDA's (4096); several blocks.
 SHAPES = [(0,), (), (1,), (7,), (13, 17), (512,), (1023,), (1024,), (1025,), (3000,), (4095,), (4096,), (4097,),
           (9000,)]  # fmt: skip
+
+WEIGHTS = {
+    "bf16-fp32": (torch.bfloat16, {"master_weights": "fp32"}),
+    "fp16-fp32": (torch.float16, {"master_weights": "fp32"}),
+    "bf16-split": (torch.bfloat16, {"master_weights": "split"}),
+    "bf16-chance": (torch.bfloat16, {"stochastic_rounding": True, "rounding_seed": 2**63 + 12345}),
+    "fp16-chance": (torch.float16, {"stochastic_rounding": True}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +119,24 @@ def test_some_parameters_miss_some_micro_batches(on):
     same_runs(on, params, gradients, lr=0.1)
 
 
+@pytest.mark.parametrize("grad_layout", ["contiguous", "transposed", "misaligned"])
+@pytest.mark.parametrize(("dtype", "options"), WEIGHTS.values(), ids=WEIGHTS)
+def test_master_weights_and_stochastic_rounding(on, dtype, options, grad_layout):
+    """From the gradient, from the buffer and from both; all layouts of a parameter; other dtypes among them."""
+    if not registry()[on[0]].keeps_weights:
+        pytest.skip(f"{on[0]} refuses {', '.join(options)}")
+    params = [parameter(values(LAYOUT_SHAPE, dtype), layout) for layout in PARAMETER_LAYOUTS]
+    params += [torch.nn.Parameter(values(s, d)) for s, d in [((), dtype), ((1030,), dtype), ((5,), torch.float32)]]
+    turn = iter(range(100))
+
+    def gradients(params):
+        k = next(turn) % 3
+        grads = [in_layout(values(p.shape, p.dtype), grad_layout if p.dim() == 4 else "contiguous") for p in params]
+        return [g if (i % 3 + 1) >> k & 1 or (i + k) % 3 else None for i, g in enumerate(grads)]
+
+    same_runs(on, params, gradients, windows=2, lr=0.3, amsgrad=grad_layout == "contiguous", **options)
+
+
 def test_infinities_and_nans_go_where_they_go_on_the_cpu(on):
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, 3e38, -1e-40, 1.0])
 
@@ -119,6 +145,8 @@ def test_infinities_and_nans_go_where_they_go_on_the_cpu(on):
 
     params = [torch.nn.Parameter(values((9,), dtype)) for dtype in DTYPES.values()]
     same_runs(on, params, gradients, lr=0.1, amsgrad=True, windows=4)
+    for dtype, options in WEIGHTS.values() if registry()[on[0]].keeps_weights else ():
+        same_runs(on, [torch.nn.Parameter(values((9,), dtype))], gradients, lr=0.1, windows=4, **options)
 
 
 def test_buffers_that_were_read_are_zero_afterwards(on):
@@ -137,7 +165,84 @@ def test_buffers_that_were_read_are_zero_afterwards(on):
     assert all(same_bits(a, torch.zeros_like(a)) for a in kept)
 
 
-@pytest.mark.parametrize("count", [60, 61, 511, 512, 1000])
+KEPT = {"fp32": {"master_weights": "fp32"}, "split": {"master_weights": "split"},
+        "chance": {"stochastic_rounding": True, "rounding_seed": 2**63 + 5}}  # fmt: skip
+every_way_to_keep = pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+
+
+def low_precision(kept, *shapes):
+    dtypes = (torch.bfloat16,) if kept.get("master_weights") == "split" else (torch.bfloat16, torch.float16)
+    return [torch.nn.Parameter(values(shape, dtype)) for dtype in dtypes for shape in shapes]
+
+
+def needs_weights(on):
+    if not registry()[on[0]].keeps_weights:
+        pytest.skip(f"{on[0]} refuses master weights and stochastic rounding")
+
+
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+@every_way_to_keep
+def test_kept_weights(on, kept, amsgrad):
+    """From the gradient, the buffer, and both."""
+    needs_weights(on)
+    turn = iter(range(100))
+
+    def gradients(params):
+        k = next(turn) % 9
+        return [values(p.shape, p.dtype) if k != i % 3 and (k != 8 or i % 2) else None for i, p in enumerate(params)]
+
+    start = low_precision(kept, *SHAPES)
+    start.append(torch.nn.Parameter(values((65,))))  # has none
+    same_runs(on, start, gradients, lr=0.1, weight_decay=0.2, amsgrad=amsgrad, maximize=amsgrad, **kept)
+
+
+@pytest.mark.parametrize("grad", [torch.float32, torch.float64], ids=["grad-fp32", "grad-fp64"])
+@every_way_to_keep
+def test_kept_weights_with_other_dtypes(on, kept, grad):
+    needs_weights(on)
+    options = {"accum_dtype": torch.bfloat16, "state_dtype": None, "lr": 0.3}
+    same_runs(on, low_precision(kept, (65,), (4100,)), dense(grad), windows=2, **options, **kept)
+
+
+@every_way_to_keep
+def test_kept_weights_in_layouts(on, kept):
+    needs_weights(on)
+    params = [parameter(values(LAYOUT_SHAPE, torch.bfloat16), layout) for layout in PARAMETER_LAYOUTS]
+    same_runs(on, params, dense(), windows=2, lr=0.1, amsgrad=True, **kept)
+
+
+@pytest.mark.parametrize("accum_dtype", [torch.float32, torch.bfloat16], ids=["accum-fp32", "accum-bf16"])
+@pytest.mark.filterwarnings("ignore:the scales of this window")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_sums_of_squares(on, dtype, accum_dtype, monkeypatch):
+    """Of buffers as they are written, of those that miss the last micro-batch, and of gradients (N=1)."""
+    if on[0] != "cuda":
+        pytest.skip(f"{on[0]} has no kernels for sums of squares")
+    start = [torch.nn.Parameter(values(s, dtype)) for s in SHAPES]
+    if dtype == torch.float32 == accum_dtype:
+        start.append(torch.nn.Parameter(values((300_007,))))  # more blocks than a row has lanes
+    start += [parameter(values(LAYOUT_SHAPE, dtype), layout) for layout in PARAMETER_LAYOUTS]
+    plan = [[[None if (i + k) % 3 == 2 else values(p.shape, p.dtype) for i, p in enumerate(start)] for k in range(n)]
+            for n in (3, 1)]  # fmt: skip
+    plan[1][0][8] = in_layout(values(SHAPES[8], dtype), "stepped")
+    found = []
+    for backend, device in (("cpu", "cpu"), on):
+        params = [torch.nn.Parameter(elsewhere(p, device)) for p in start]
+        opt = FusedAccumAdamW(params, backend=backend, accum_dtype=accum_dtype, max_grad_norm=1e9)
+        monkeypatch.setattr(norms, "norms_of", None)
+        sums = []
+        for micros in plan:
+            for k, grads in enumerate(micros):
+                for p, g in zip(params, grads):
+                    p.grad = None if g is None else elsewhere(g, device)
+                opt.step(scale=0.4) if k + 1 == len(micros) else opt.accumulate(0.3)
+            ((_, _, rows, squares),) = opt._run.norms.parts
+            sums.append((list(rows), squares.tolist()))
+        found.append(sums)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("count", [56, 57, 454, 455, 1000])
 def test_many_tensors_in_one_call(on, count):
     """Around the sizes of CUDA's tables of rows, with an empty tensor in every tenth place."""
     start = [torch.nn.Parameter(values((0 if i % 10 == 9 else 3 + i % 5,))) for i in range(count)]

@@ -10,19 +10,16 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
 from email.parser import Parser
-from pathlib import Path
 
 import pytest
-import torch
+from environments import ROOT, build_sdist, build_wheel, extension, find_python, install, new_environment, report, run
+from install_matrix import FAST, Matrix, NotHere
 
 from fused_accum import __version__
-
-ROOT = Path(__file__).resolve().parent.parent
 
 BINDINGS = """
 #include "answer.h"
@@ -39,30 +36,6 @@ KERNELS = """
 #define JOIN(a, b) JOIN2(a, b)
 int JOIN(kernel_, FA_ISA)(float x) { return int(x); }
 """
-
-
-def run(*command, env=None, cwd=None, fails=False):
-    """Runs a command and returns its output; entries of ``env`` are added to the environment. Nothing is built for
-    CUDA unless they say so: test_cuda_build.py does."""
-    env = {**os.environ, "FUSED_ACCUM_CUDA_ARCHS": "none", "FUSED_ACCUM_FORCE_CUDA": "", **(env or {})}
-    done = subprocess.run(
-        [str(word) for word in command], env=env, cwd=cwd, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert (done.returncode != 0) == fails, f"{command} exited {done.returncode}:\n{done.stdout}"
-    return done.stdout
-
-
-def report(python, where, **env):
-    """The report of an installation, run outside the tree; its exit code must be the one that it prints."""
-    done = subprocess.run(
-        [str(python), "-m", "fused_accum", "--json"], env={**os.environ, **env}, cwd=where,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.stdout, done.stderr
-    facts = json.loads(done.stdout)
-    assert done.returncode == facts["exit_code"], done.stderr
-    return facts
 
 
 @pytest.fixture
@@ -83,31 +56,6 @@ def tree(tmp_path):
 def build_in_place(tree, fails=False, **env):
     env = {"FUSED_ACCUM_FORCE_CPP": "1", **env}
     return run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=tree, env=env, fails=fails)
-
-
-def extension(folder, name="_C"):
-    found = list(folder.glob(f"{name}.*.so"))
-    assert len(found) <= 1
-    return found[0] if found else None
-
-
-def new_environment(folder, python=sys.executable, lend_torch=False):
-    """An empty virtual environment: its Python and its site-packages.
-
-    Torch is lent by a path line, in place of a download of gigabytes: the new site-packages come first, and the
-    .pth files over there (of an editable fused_accum, say) are not read.
-    """
-    run(python, "-m", "venv", "--without-pip", folder)
-    (site,) = (folder / "lib").glob("python*/site-packages")
-    if lend_torch:
-        (site / "lent.pth").write_text(str(Path(torch.__file__).parent.parent))
-    return folder / "bin" / "python", site
-
-
-def install(what, site, **env):
-    """pip install without isolation: the build requirements are in this environment already."""
-    pip = (sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--target", site)
-    return run(*pip, what, env=env)
 
 
 # -- the build itself -------------------------------------------------------------------------------------
@@ -241,22 +189,13 @@ def test_a_failed_build_leaves_no_older_module_and_a_later_one_no_note(tree, tmp
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sdist")
-    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, ROOT)
-    return folder / f"fused_accum-{__version__}.tar.gz"
+    return build_sdist(tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="module")
 def wheel(sdist, tmp_path_factory):
     """Built by pip from the sdist alone, in isolation: with the build requirements and no torch."""
     return build_wheel(sys.executable, sdist, tmp_path_factory.mktemp("wheel"))
-
-
-def build_wheel(python, sdist, folder, **env):
-    env = {"FUSED_ACCUM_FORCE_CPP": "1", **env}
-    run(python, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "-w", folder, sdist, env=env)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
 
 
 def test_build_requirements_are_three():
@@ -269,6 +208,7 @@ def test_sdist_is_complete_and_clean(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"setup.py", "LICENSE", "fused_accum/py.typed", "tests/test_build.py", "benchmarks/__init__.py"}
+    wanted |= {"docs/faq.md", "docs/images/data_flow.png"}
     wanted |= {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir()}
     assert wanted <= names
     assert any(name.endswith(".h") for name in names)
@@ -299,29 +239,27 @@ def test_native_module_needs_no_torch(wheel, tmp_path):
     assert libraries <= {"libstdc", "libm", "libgcc_s", "libc", "libpthread", "ld"}
 
 
-def test_wheel_in_an_empty_environment(wheel, tmp_path):
-    python, site = new_environment(tmp_path / "venv", lend_torch=True)
-    install(wheel, site)
-    facts = report(python, tmp_path)
-    assert facts["exit_code"] == 0
-    assert Path(facts["native"]).is_relative_to(site)
-    run(python, "-m", "fused_accum", "selftest", cwd=tmp_path)
+# -- fresh environments -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def matrix(sdist, wheel, tmp_path_factory):
+    return Matrix(tmp_path_factory.mktemp("matrix"), sdist, wheel)
+
+
+@pytest.mark.parametrize("case", FAST, ids=lambda case: case.name)
+def test_import_and_first_use(matrix, case):
+    try:
+        matrix.try_row(case)
+    except NotHere as reason:
+        pytest.skip(str(reason))
+
+
+def test_selftest_of_an_installed_wheel(matrix, tmp_path):
+    run(matrix.environment(FAST[0]), "-m", "fused_accum", "selftest", cwd=tmp_path)
 
 
 # -- other Pythons ----------------------------------------------------------------------------------------
-
-
-def find_python(version):
-    candidates = [shutil.which(f"python{version}")]
-    candidates += sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"))
-    for candidate in filter(None, candidates):
-        asked = subprocess.run(
-            [str(candidate), "-c", "import pip, sys; print('%d.%d' % sys.version_info[:2])"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if asked.stdout.strip() == version:
-            return candidate
-    return None
 
 
 @pytest.mark.slow

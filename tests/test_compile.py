@@ -4,11 +4,12 @@ import warnings
 
 import pytest
 import torch
+from conftest import DEVICES
 from harness import parameters, values
 from lists import Lists, float64
 from oracle import same_bits
 
-from fused_accum import ops
+from fused_accum import FusedAccumAdamW, ops
 
 
 @pytest.fixture
@@ -77,21 +78,56 @@ def test_compiled_step_has_one_graph_break_at_most_and_no_recompilation(fresh_dy
     assert not fresh_dynamo.utils.counters["recompiles"]
 
 
-def test_compiled_training_step(fresh_dynamo, make, device):
-    """A whole step compiled, with accumulate(): the optimizer breaks the graph and stays right."""
-    runs = []
+ROWS = [  # the mode; how lr, and each micro-batch's scale or weight, come, always with a new value
+    ("explicit", float, "scale", torch.tensor),
+    ("explicit", "fill_", "weight", float),
+    ("in-backward", torch.tensor, "scale", float),
+    ("direct", "fill_", "weight", torch.tensor),
+    ("update in backward", lambda x: round(10 * x), "scale", float),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("mode", "lr_kind", "name", "kind"), ROWS, ids=[f"{row[0]}-{row[2]}" for row in ROWS])
+def test_a_compiled_training_step_is_compiled_once(fresh_dynamo, device, mode, lr_kind, name, kind):
+    """Case 17: forward, backward and the optimizer's calls in one compiled function, 50 calls. The optimizer breaks
+    the graph, its hooks are not compiled, and no value is compiled in, so that Python numbers need no remedy."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter, frames, runs = CompileCounterWithBackend("aot_eager"), [], []
     for compile_it in (False, True):
         torch.manual_seed(3)
-        model = torch.nn.Linear(4, 3).to(device)
-        opt = make(model.parameters(), lr=0.1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2)).to(device)
+        opt = FusedAccumAdamW(model.parameters(), lr=torch.tensor(0.1) if lr_kind == "fill_" else 0.1)
+        if mode == "direct":
+            opt.direct_wgrad(model)
+        elif mode != "explicit":
+            opt.accumulate_in_backward()
 
-        def train(x, last, model=model, opt=opt):
-            model(x).square().mean().backward()
-            (opt.step if last else opt.accumulate)(scale=0.5)
+        def train(x, factor, last, model=model, opt=opt):
+            loss = model(x).square().mean()
+            if mode == "explicit":
+                loss.backward()
+                (opt.step if last else opt.accumulate)(**{name: factor})
+            elif last and mode == "update in backward":
+                with opt.step_in_backward():
+                    opt.scale_loss(loss, **{name: factor}).backward()
+            else:
+                opt.scale_loss(loss, **{name: factor}).backward()
+                if last:
+                    opt.step()
 
-        step = torch.compile(train, backend="aot_eager") if compile_it else train
-        for n in range(6):
-            step(values((2, 4), device=device), n % 2 == 1)
+        call = torch.compile(train, backend=counter) if compile_it else train
+        for n in range(50):
+            lr = 0.5 / (n + 1)
+            if lr_kind == "fill_":
+                opt.param_groups[0]["lr"].fill_(lr)
+            else:
+                opt.param_groups[0]["lr"] = lr_kind(lr)
+            call(values((2, 4), device=device), kind(0.1 * (n + 1)), n % 2 == 1)
+            frames.append(counter.frame_count)
         runs.append(list(model.parameters()))
+    assert frames[-1] == frames[50 + 4], "recompiled while only numbers changed"
+    assert frames[-1] <= 8  # what the parts of the function need, with floats first taken for constants
     for p, q in zip(*runs):
         torch.testing.assert_close(p, q)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import device_check
 from benchmarks.device_check import Check
-from benchmarks.kernels import KERNELS
+from benchmarks.kernels import KERNELS, WEIGHTS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,10 +28,12 @@ def test_whole_run_on_the_emulator(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + str([row for row in rows if row["part"] == "failure"])
     assert all(row["emulated"] for row in rows)
     kernels = [row for row in rows if row["part"] == "kernels"]
-    assert [(row["dtype"], row["kernel"]) for row in kernels] == [(d, k) for d in ("fp32", "bf16") for k in KERNELS]
+    assert [(row["dtype"], row["kernel"]) for row in kernels] == [
+        (kind, name) for kind in WEIGHTS for name, kernel in KERNELS.items() if kind in kernel.bytes
+    ]
     assert all(row["backend"] == "cuda" and row["fraction_of_copy"][1] > 0 for row in kernels)
     assert {(row["dtype"], row["microbatches"]) for row in rows if row["part"] == "windows"} == {
-        (dtype, n) for dtype in ("fp32", "bf16") for n in (1, 4)
+        (kind, n) for kind in ("fp32", "bf16", "bf16+fp32") for n in (1, 4)
     }
     assert {row["call"] for row in rows if row["part"] == "host"} == {"accumulate", "step"}
     assert {row["optimizer"] for row in rows if row["part"] == "training"} == {"fused_accum", "torch AdamW(fused)"}
@@ -63,15 +65,18 @@ def test_what_runs_out_of_time_is_ended_with_its_children_and_keeps_its_rows(tmp
 def test_goals_are_judged_by_the_worst_row(tmp_path):
     check = Check(tmp_path, seconds=60, emulated=False)
     large = {"backend": "cuda", "bytes": 1 << 30}
-    assert [line.split(":")[0] for line in device_check.goals(check)] == ["not measured"] * 2
+    assert [line.split(":")[0] for line in device_check.goals(check)] == ["not measured"] * 5
     check.write("kernels", **large, fraction_of_copy=[0.9, 0.95, 1.0])
     check.write("kernels", **large, fraction_of_copy=[0.8, 0.89, 0.9])
     check.write("kernels", backend="cuda", bytes=1 << 20, fraction_of_copy=[0.1, 0.1, 0.1])
     check.write("host", call="step", torch="AdamW(fused)", part_of_torch=[0.1, 0.15, 0.3])
-    copies, host = device_check.goals(check)
+    for n, speedup in ((1, 1.6), (4, 1.3), (8, 1.05)):
+        check.write("windows", dtype="bf16+fp32", microbatches=n, speedup=[1.0, speedup, 2.0])
+    copies, host, *windows = device_check.goals(check)
     assert copies.startswith("MISSED: every kernel at least 0.90")
     assert copies.endswith("(worst 0.89 of 2)")
     assert host.startswith("reached: ")
+    assert [line.split(":")[0] for line in windows] == ["reached", "reached", "MISSED"]
 
 
 def test_a_failing_part_fails_the_check(tmp_path, monkeypatch, capsys):

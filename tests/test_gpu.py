@@ -213,6 +213,18 @@ def test_graph_capture_and_replay(on, make, gpu, microbatches):
     assert [float(opt.state[p]["step"]) for p in params] == [5.0] * 2
 
 
+def test_a_capture_without_capturable_is_refused(on, make, gpu):
+    params = parameters((300,), device=gpu)
+    opt, window = make(params), batches(params, 1)
+    run(opt, params, window)
+    before = params[0].detach().clone()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="capturable=True"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        run(opt, params, window)
+    torch.cuda.synchronize()
+    assert same_bits(params[0], before)
+
+
 def test_lr_in_device_memory(on, make):
     params = parameters((300,), device=on[1])
     expected = copies(params)

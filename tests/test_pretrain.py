@@ -30,7 +30,7 @@ TINY = [str(x) for option in OPTIONS.items() for x in option]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(_same_start):
+def one_thread(_same_start):
     torch.set_num_threads(1)  # _same_start puts the number back
 
 

@@ -21,6 +21,13 @@ SCHEDULERS = {
     "linear-then-exponential": lambda opt: lr_scheduler.SequentialLR(
         opt, [lr_scheduler.LinearLR(opt, total_iters=3), lr_scheduler.ExponentialLR(opt, 0.7)], [3]
     ),
+    "step-and-polynomial": lambda opt: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.StepLR(opt, 4, 0.5), lr_scheduler.PolynomialLR(opt, 10, power=2.0)]
+    ),
+    "multiplicative": lambda opt: lr_scheduler.MultiplicativeLR(opt, lambda n: 0.9 if n % 2 else 1.2),
+    "multi-step-after-constant": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.ConstantLR(opt, 0.3, 3), lr_scheduler.MultiStepLR(opt, [2, 5], 0.5)], [3]
+    ),
     "swa": lambda opt: swa_utils.SWALR(opt, swa_lr=0.05, anneal_epochs=4),
 }
 

@@ -193,13 +193,40 @@ def test_a_rejected_micro_batch_does_not_count(make, device):
     assert opt.pending == (1, 3.0)
 
 
-def test_a_window_of_nothing_but_spoiled_ones(make, device):
+@pytest.mark.parametrize("fold", [True, False], ids=["folded", "accumulated"])
+@pytest.mark.parametrize("weight", [3, None])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_window_of_nothing_but_spoiled_ones(make, device, count, weight, fold):
+    """No update, and a warning, as of a window without a token; the next one is as if it had not been."""
     params = parameters((65,), device=device)
-    opt = make(params, skip_nonfinite="microbatch", **LARGE)
-    before = kept(opt)
-    run_window(opt, [Micro([torch.full((65,), float("nan"), device=device)], weight=3)] * 2)
-    assert_kept(opt, before)
-    assert (opt.skipped_microbatches, opt.pending) == (2, (0, 0.0))
+    opt = make([("first", params[0])], skip_nonfinite="microbatch", **LARGE)
+    oracle = Oracle(opt)
+    for n in (1, 2):  # the first window of all, and a later one
+        before = kept(opt)
+        micros = micro_batches(params, [(1 / count, weight)] * count)
+        for k in range(count):
+            spoiled(micros, k, 0, SPOILS[k])
+        with pytest.warns(UserWarning, match=rf"rejected all {count} micro-batch.*no parameter was") as caught:
+            run_window(opt, micros, fold=fold)
+        assert len(caught) == 1
+        assert_kept(opt, before)
+        assert (opt.skipped_microbatches, opt.pending) == (n * count, (0, 0.0))
+        assert opt.nonfinite_parameter == "'first'"
+        opt.step()  # nothing was begun: nothing to warn of
+        micros = micro_batches(params, [(1 / count, weight)] * count)
+        oracle.window(micros)
+        run_window(opt, micros, fold=fold)
+        oracle.check()
+
+
+def test_a_discarded_window_of_spoiled_ones_is_not_warned_of(make, device):
+    params = parameters((65,), device=device)
+    opt = make(params, skip_nonfinite="microbatch")
+    params[0].grad = torch.full((65,), float("nan"), device=device)
+    opt.accumulate()
+    opt.zero_grad()
+    opt.step()
+    assert opt.skipped_microbatches == 1
 
 
 def test_a_scale_that_overflows_spoils(make, device):

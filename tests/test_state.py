@@ -16,11 +16,6 @@ from harness import (
     values,
 )
 from oracle import Oracle, same_bits
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -335,28 +330,3 @@ def test_its_own_state_dict_loads_at_once(make, device):
         oracle.check()
         oracle.adopt()
         opt.load_state_dict(opt.state_dict())
-
-
-@pytest.mark.parametrize("flatten", [False, True], ids=["plain", "flattened"])
-@pytest.mark.parametrize("fresh_first", [False, True], ids=["trained", "fresh"])
-def test_distributed_checkpoint_state_dicts(make, device, flatten, fresh_first):
-    """torch.distributed.checkpoint.state_dict, which steps a fresh optimizer with zero gradients and lr 0."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    model = torch.nn.Linear(4, 3).to(device)
-    opt = make(model.parameters(), lr=0.1, amsgrad=True)
-    before = [p.detach().clone() for p in model.parameters()]
-    if fresh_first:
-        get_optimizer_state_dict(model, opt, options=options)
-        assert all(map(same_bits, model.parameters(), before))
-        assert opt.param_groups[0]["lr"] == 0.1
-        assert opt.pending == (0, 0.0)
-    for _ in range(2):
-        run_window(opt, micro_batches(params_of(opt), WINDOWS["mean-of-4"]))
-    saved = copy.deepcopy(get_optimizer_state_dict(model, opt, options=options))
-    twin = copy.deepcopy(model)
-    other = make(twin.parameters(), lr=0.7, amsgrad=True)
-    set_optimizer_state_dict(twin, other, optim_state_dict=saved, options=options)
-    for o in (opt, other):
-        torch.manual_seed(1)
-        run_window(o, micro_batches(params_of(o), WINDOWS["mean-of-4"]))
-    assert_same_run(opt, other)

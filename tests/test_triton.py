@@ -42,10 +42,11 @@ def interpret(*arguments: str) -> None:
 
 
 def test_bits_in_the_interpreter_are_those_of_the_cpu():
-    interpret("test_bits.py")
+    """But for hundreds of tensors in a call, which the interpreter takes a minute for."""
+    interpret("test_bits.py", "-k", "not (many_tensors and (511 or 512 or 1000))")
 
 
-def test_indices_in_the_interpreter():
+def test_indices_norms_and_scatter_in_the_interpreter():
     interpret("triton_interpreted.py")
 
 
@@ -53,6 +54,11 @@ def test_kernel_tests_in_the_interpreter():
     """Those of all backends. All there are, which takes long (tests/ on PYTHONPATH): TRITON_INTERPRET=1 python -m
     pytest -p triton_interpreter -k "[triton"."""
     interpret("-k", "[triton", *kernel_tests.found())
+
+
+def test_precision_in_the_interpreter():
+    """Master weights, stochastic rounding, clipping and skipping, direct gradients."""
+    interpret("-k", "[triton", *kernel_tests.found(kernel_tests.PRECISION))
 
 
 def test_the_interpreter_is_used_only_when_asked_for():
@@ -153,6 +159,55 @@ def test_nothing_recompiles_when_numbers_change(driver, tmp_path):
     assert len(driver.launches) == 150
 
 
+@pytest.mark.parametrize(
+    ("options", "kernels"),
+    [
+        # updated from the gradient; begun, updated from the buffer
+        ({"stochastic_rounding": True}, ["accumulate_kernel"] + ["adamw_kernel"] * 2),
+        # the same, but the gradient of a window of one is measured before
+        (
+            {"master_weights": "split", "max_grad_norm": 1.0},
+            ["accumulate_kernel"] * 2 + ["adamw_kernel"] * 2 + ["squares_kernel"],
+        ),
+    ],
+    ids=["chance", "split, clipped"],
+)
+@pytest.mark.filterwarnings("ignore:the scales of this window")
+def test_nothing_recompiles_with_masters_chance_and_clipping(driver, monkeypatch, options, kernels):
+    """When seed, step, norm, factors, scale, lr, sizes and places in the optimizer change."""
+    from fused_accum import pipeline
+
+    monkeypatch.setattr(pipeline, "on_host", lambda *_: False)
+    warm = None
+    for n in range(12):
+        if n % 4 == 0:
+            params = parameters(*[(1,), (16, 17), (1025,)][: 1 + n // 4], dtype=torch.bfloat16)
+        changing = {"rounding_seed": [0, 1, 16, 2**64 - 1][n % 4], "max_grad_norm": [1, 16, 0.3][n % 3]}
+        changed = {name: value for name, value in changing.items() if name in {*options, "rounding_seed"}}
+        opt = FusedAccumAdamW(params, lr=[1, 16, 0.1][n % 3], backend="triton", **{**options, **changed})
+        for folded in (True, False):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            if folded:
+                opt.step(scale=n + 1)
+            else:
+                opt.accumulate([1, 16, 0.3][n % 3])
+                opt.step()
+        warm = warm or list(driver.loaded)
+        assert driver.loaded == warm
+    assert sorted(warm) == sorted(kernels)
+
+
+def test_the_scatter_is_one_launch_and_one_compilation(driver):
+    for n, tokens in enumerate((1, 16, 300)):
+        accum, grad = torch.zeros(1000 + n, 768), torch.ones(tokens, 768)
+        BACKEND.scatter_rows(accum, torch.arange(tokens), grad, [None, 1, 16][n])
+        assert driver.launches[-1].programs == tokens
+        BACKEND.scatter_rows(accum, torch.arange(tokens), torch.ones(tokens, 768, dtype=torch.bfloat16), None)
+    assert driver.loaded == ["scatter_kernel"] * 2
+    assert len(driver.launches) == 6
+
+
 def test_tables_are_sent_again_only_when_they_change(driver, monkeypatch):
     from fused_accum.backends import triton, triton_tables
 
@@ -169,4 +224,4 @@ def test_tables_are_sent_again_only_when_they_change(driver, monkeypatch):
             opt.accumulate(0.123)
         before = len(sent)
         opt.step()
-    assert sent[before:] == [(1, 10)]  # the step's scalars alone
+    assert sent[before:] == [(1, 12)]  # the step's scalars alone

@@ -26,6 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fused_accum.backends import triton_kernels as kernels
+from fused_accum.backends import triton_scatter
+from fused_accum.state import MASTER, PLAIN, SPLIT, STOCHASTIC
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled")
 
@@ -37,22 +39,45 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-F32, BF16, F64 = tl.float32, tl.bfloat16, tl.float64
+F32, BF16, F16, F64 = tl.float32, tl.bfloat16, tl.float16, tl.float64
 
 
-def accumulate(grad, accum, add):
-    return kernels.accumulate_kernel, {"WIDE": wide(accum), "GRAD_DTYPE": grad, "ACCUM_DTYPE": accum, "ADD": add}
+def on_rows(dtype):
+    """What every kernel on a table of rows is compiled for, with arithmetic for ``dtype``."""
+    wide = F64 if dtype == F64 else F32
+    return {"WIDE": wide, "ALIGNED": True, "BLOCK": kernels.block_of(wide)}
 
 
-def step(param, accum, moments, has_grad, has_accum, amsgrad=False):
+def accumulate(grad, accum, add, squared=False):
+    constants = {"GRAD_DTYPE": grad, "ACCUM_DTYPE": accum, "HAS_GRAD": True, "HAS_ACCUM": add, "STORES": True}
+    return kernels.accumulate_kernel, on_rows(accum) | constants | {"SQUARED": squared}
+
+
+def measure(grad, accum, has_grad):
+    kernel, constants = accumulate(grad, accum, not has_grad, squared=True)
+    return kernel, constants | {"HAS_GRAD": has_grad, "STORES": False}
+
+
+def step(param, accum, moments, has_grad, has_accum, amsgrad=False, weights=PLAIN):
     """Gradients have the parameter's dtype."""
-    constants = {"WIDE": wide(param), "PARAM_DTYPE": param, "GRAD_DTYPE": param, "ACCUM_DTYPE": accum}
+    constants = on_rows(param) | {"PARAM_DTYPE": param, "GRAD_DTYPE": param, "ACCUM_DTYPE": accum}
     constants |= dict.fromkeys(("EXP_AVG_DTYPE", "EXP_AVG_SQ_DTYPE", "MAX_DTYPE"), moments)
-    return kernels.adamw_kernel, constants | {"HAS_GRAD": has_grad, "HAS_ACCUM": has_accum, "AMSGRAD": amsgrad}
+    constants |= {"HAS_GRAD": has_grad, "HAS_ACCUM": has_accum, "AMSGRAD": amsgrad, "WEIGHTS": weights}
+    return kernels.adamw_kernel, constants
 
 
-def wide(dtype):
-    return F64 if dtype == F64 else F32
+def each_step(name, param, weights):
+    ways = {"from the gradient": (True, False), "from the buffer": (False, True), "with the last add": (True, True)}
+    return {f"step {name} {way}": step(param, F32, F32, *flags, weights=weights) for way, flags in ways.items()}
+
+
+def add_up():
+    return kernels.squares_kernel, {"BLOCK": kernels.block_of(F32), "CHUNK": kernels.CHUNK}
+
+
+def scatter(grad, accum):
+    constants = {"WIDE": F32, "ACCUM_DTYPE": accum, "GRAD_DTYPE": grad}
+    return triton_scatter.scatter_kernel, constants | {"ALIGNED": True, "BLOCK": triton_scatter.WIDEST}
 
 
 CASES = {
@@ -61,25 +86,39 @@ CASES = {
     "accumulate bf16 into fp32, first": accumulate(BF16, F32, False),
     "accumulate bf16 into fp32": accumulate(BF16, F32, True),
     "accumulate bf16 into bf16": accumulate(BF16, BF16, True),
-    "step fp32 from the gradient": step(F32, F32, F32, True, False),
-    "step fp32 from the buffer": step(F32, F32, F32, False, True),
-    "step fp32 with the last add": step(F32, F32, F32, True, True),
+    "accumulate bf16 into fp32, squared": accumulate(BF16, F32, True, squared=True),
+    "accumulate bf16 into fp32, first, squared": accumulate(BF16, F32, False, squared=True),
+    "measure a bf16 gradient": measure(BF16, F32, True),
+    "measure a fp32 buffer": measure(F32, F32, False),
+    **each_step("fp32", F32, PLAIN),
     "step fp32 with the last add, amsgrad": step(F32, F32, F32, True, True, amsgrad=True),
-    "step bf16 from the gradient": step(BF16, F32, F32, True, False),
-    "step bf16 from the buffer": step(BF16, F32, F32, False, True),
-    "step bf16 with the last add": step(BF16, F32, F32, True, True),
+    **each_step("bf16", BF16, PLAIN),
+    **each_step("bf16 + fp32 master", BF16, MASTER),
+    **each_step("bf16 + split master", BF16, SPLIT),
+    **each_step("bf16 by chance", BF16, STOCHASTIC),
+    "step fp16 by chance with the last add": step(F16, F32, F32, True, True, weights=STOCHASTIC),
     "step fp64 with the last add, amsgrad": step(F64, F64, F64, True, True, amsgrad=True),
+    "sums of squares": add_up(),
+    "scatter fp32": scatter(F32, F32),
+    "scatter bf16 into fp32": scatter(BF16, F32),
 }
+POINTERS = {"rows": "*i64", "blocks": "*i32", "partials": "*fp64", "order": "*i64", "ends": "*i64",
+            "width": "i32", "parts": "i32", "skip": "i32"}  # fmt: skip
 PAIRS = [pytest.param(case, target, id=f"{target}, {case}") for target in TARGETS for case in CASES]
 
 
 @cache
 def compiled(case: str, target: str):
     kernel, constants = CASES[case]
-    signature = dict.fromkeys(kernel.arg_names, "constexpr")
-    signature |= {"rows": "*i64", "blocks": "*i32", "scalars": "*fp64" if constants["WIDE"] == F64 else "*fp32"}
-    constants = constants | {"ALIGNED": True, "BLOCK": kernels.block_of(constants["WIDE"])}
-    options = {"num_warps": kernels.THREADS // TARGETS[target].warp_size, "enable_fp_fusion": False}
+    signature = {name: POINTERS.get(name, "constexpr") for name in kernel.arg_names}
+    tensors = {"scalars": constants.get("WIDE")}
+    if kernel is triton_scatter.scatter_kernel:
+        tensors = {"accum": constants["ACCUM_DTYPE"], "grad": constants["GRAD_DTYPE"]}
+    signature |= {name: f"*{dtype.name}" for name, dtype in tensors.items() if name in signature}
+    threads = kernels.THREADS * (2 if kernel is kernels.squares_kernel else 1)
+    options = {"num_warps": threads // TARGETS[target].warp_size, "enable_fp_fusion": False}
+    if kernel is kernels.adamw_kernel and TARGETS[target].backend == "cuda":
+        options["maxnreg"] = kernels.REGISTERS
     return triton.compile(ASTSource(kernel, signature, constants), target=TARGETS[target], options=options)
 
 
@@ -111,12 +150,18 @@ def pieces(dtypes) -> int:
 
 
 def traffic(case: str):
-    """The dtypes of the tensors a kernel must read and of those it must write."""
-    _, c = CASES[case]
-    if "ADD" in c:
-        return [c["GRAD_DTYPE"], *[c["ACCUM_DTYPE"]] * c["ADD"]], [c["ACCUM_DTYPE"]]
+    """The dtypes of the tensors a kernel must read and of those it must write, in a full block."""
+    kernel, c = CASES[case]
+    if kernel is kernels.squares_kernel:
+        return [], []
+    if kernel is triton_scatter.scatter_kernel:
+        return [c["ACCUM_DTYPE"], *[c["GRAD_DTYPE"]] * triton_scatter.AT_ONCE.value], [c["ACCUM_DTYPE"]]
+    sources = [c["GRAD_DTYPE"]] * c["HAS_GRAD"] + [c["ACCUM_DTYPE"]] * c["HAS_ACCUM"]
+    if "STORES" in c:
+        return sources, [c["ACCUM_DTYPE"]] * c["STORES"]
     both = [c["PARAM_DTYPE"], c["EXP_AVG_DTYPE"], c["EXP_AVG_SQ_DTYPE"]]
     both += [c["MAX_DTYPE"]] * c["AMSGRAD"] + [c["ACCUM_DTYPE"]] * c["HAS_ACCUM"]
+    both += {MASTER: [F32], SPLIT: [tl.int16]}.get(c["WEIGHTS"], [])
     return both + [c["GRAD_DTYPE"]] * c["HAS_GRAD"], both
 
 
@@ -154,14 +199,12 @@ def test_registers(case, target):
 @pytest.mark.parametrize(("case", "target"), [p for p in PAIRS if p.values[1].startswith("sm")])
 def test_rounding_is_written_out(case, target):
     ptx = compiled(case, target).asm["ptx"]
-    _, c = CASES[case]
-    each = 4 if c["WIDE"] == F64 else 8
-    suffix = "f64" if c["WIDE"] == F64 else "f32"
+    kernel, c = CASES[case]
+    each, suffix = (4, "f64") if c.get("WIDE") == F64 else (8, "f32")
     paths = 2  # full blocks and the tail
-    if "ADD" in c:
-        fmas, quotients = int(c["ADD"]), 0
-    else:
-        fmas, quotients = 4 + (c["HAS_GRAD"] and c["HAS_ACCUM"]), 1
+    fmas = int(c.get("HAS_GRAD", False) and c.get("HAS_ACCUM", False))
+    quotients = int(kernel is kernels.adamw_kernel)
+    fmas += 4 * quotients
     pairs = ptx.count("fma.rn.f32x2")  # Blackwell's: two elements in one instruction
     assert ptx.count(f"fma.rn.{suffix}") + pairs == fmas * each * paths
     assert ptx.count(f"div.rn.{suffix}") == ptx.count(f"sqrt.rn.{suffix}") == quotients * each * paths

@@ -64,8 +64,10 @@ class MockDriver:
     @staticmethod
     def forget_kernels() -> None:
         """What was compiled is kept per device number, whatever driver it was for, and is unloaded by the driver."""
-        from fused_accum.backends import triton_kernels
+        from fused_accum.backends import triton_kernels, triton_scatter
 
-        triton_kernels.accumulate_kernel.device_caches.clear()
-        triton_kernels.adamw_kernel.device_caches.clear()
+        for module in (triton_kernels, triton_scatter):
+            for function in vars(module).values():
+                if isinstance(function, triton.JITFunction):
+                    function.device_caches.clear()
         gc.collect()

@@ -49,7 +49,7 @@ def choose(name: str, device: torch.device | str, weights: int = PLAIN) -> tuple
     if name != "auto":
         backend = select(name, device)
         if weights != PLAIN and not backend.keeps_weights:
-            raise RuntimeError(f"backend {name!r} {_NO_WEIGHTS}: use backend='cpu' (CPU tensors) or 'reference'")
+            raise RuntimeError(f"backend {name!r} {_NO_WEIGHTS}: use backend='cuda', or 'cpu' for CPU tensors")
         return backend, "asked for"
     passed_over = []
     for backend in registry().values():

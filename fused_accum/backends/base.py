@@ -17,6 +17,7 @@ class Backend:
     name: str
     bucket_type: type[Bucket] = Bucket
     skips_on_device = False  # whether an update obeys ``Factors.skip``, so that the host need not know
+    scales_on_device = False  # whether its buckets take a micro-batch's factor as a float64 tensor on their device
     keeps_weights = True  # whether it knows master weights and stochastic rounding
 
     def why_not(self, device: torch.device) -> str | None:
@@ -43,11 +44,21 @@ class Backend:
             index, grad = index[kept], grad[kept]
         if accum.device.type != "cpu":
             accum.index_put_((index,), grad.to(accum.dtype), accumulate=True)  # there it sorts
-        elif index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(accum):
-            raise IndexError(f"an index of {int(index.min())} to {int(index.max())} is outside the {len(accum)} rows")
         else:
+            refuse_outside(index, len(accum))
             accum.index_add_(0, index, grad.to(accum.dtype))
 
     def adamw(self, rows: Rows) -> None:
         """One AdamW update of every row, in place; buffers that were read are zero afterwards."""
         raise NotImplementedError
+
+
+def refuse_outside(index: Tensor, rows: int) -> None:
+    """IndexError for an index that is none of ``rows`` rows; on a GPU an assertion there, which nothing waits for."""
+    if not index.numel():
+        return
+    low, high = index.aminmax()
+    if index.device.type != "cpu":
+        torch._assert_async((low >= 0) & (high < rows))
+    elif not 0 <= int(low) <= int(high) < rows:
+        raise IndexError(f"an index of {int(low)} to {int(high)} is outside the {rows} rows")

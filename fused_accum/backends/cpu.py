@@ -25,15 +25,8 @@ def executor() -> Any:
 class CpuBucket(NativeBucket):
     module = _C
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.all_squares = torch.zeros(len(self.params), dtype=torch.float64)
-
     def executor(self, steps: bool, factors: norms.Factors | None = None) -> Any:
         return executor()
-
-    def squares_address(self) -> int:
-        return self.all_squares.data_ptr()
 
 
 class Cpu(Backend):

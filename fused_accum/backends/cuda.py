@@ -39,25 +39,42 @@ def current_stream(device: torch.device) -> Any:
 
 
 def executor(
-    device: torch.device, slots: Tensor | None = None, divisor: Tensor | None = None, skip: Tensor | None = None
+    device: torch.device,
+    slots: Tensor | None = None,
+    divisor: Tensor | None = None,
+    skip: Tensor | None = None,
+    clip: Tensor | None = None,
+    squares: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Any:
     """What runs rows on ``device``, on its current stream.
 
     Of a step: ``slots``, memory for its rows' scalars; ``divisor`` and ``skip``, one float32 each on the device:
-    what the coefficient is divided by, as a GradScaler's grad_scale; not 0 for no update, as its found_inf.
+    what the coefficient is divided by, as a GradScaler's grad_scale; not 0 for no update, as its found_inf; ``clip``,
+    one float64, multiplies the coefficient. Where sums of squares are wanted: ``squares``, memory for them.
+    ``scale``: what the micro-batch is multiplied by instead of the call's scale, as ``device_scale`` makes it.
     """
     stream = current_stream(device)
     handle = 0 if stream is None else stream.cuda_stream
-    if slots is None:
-        return _C.Cuda(device.index or 0, handle)
-    if stream is not None:
+    if slots is not None and stream is not None:
         slots.record_stream(stream)
-    places = [0 if t is None else t.data_ptr() for t in (divisor, skip)]
-    return _C.Cuda(device.index or 0, handle, slots.data_ptr(), len(slots), *places)
+    factors = {"grad_scale": divisor, "found_inf": skip, "clip": clip, "scale": scale}
+    given = {name: t.data_ptr() for name, t in factors.items() if t is not None}
+    for one, many, t in (("slots", "slot_count", slots), ("squares", "square_count", squares)):
+        if t is not None:
+            given |= {one: t.data_ptr(), many: len(t)}
+    return _C.Cuda(device.index or 0, handle, **given)
 
 
 def slots_for(rows: int, device: torch.device) -> Tensor:
     return torch.empty(rows, _C.SLOT_BYTES, dtype=torch.uint8, device=device)
+
+
+def device_scale(scale: Tensor) -> Tensor:
+    """``scale``, 0-dim float64 on the device, as kernels read it: struct DeviceScale of csrc/cuda_kernels.h."""
+    both = scale.repeat(2)
+    both.view(torch.float32)[2] = scale
+    return both
 
 
 class CudaBucket(NativeBucket):
@@ -66,7 +83,9 @@ class CudaBucket(NativeBucket):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.slots: Tensor | None = None
-        self.divisor: Tensor | None = None  # of the last step: alive until its kernels are in the stream
+        # Of a call: alive until its kernels are in the stream.
+        self.scratch: Tensor | None = None
+        self.scale: Tensor | None = None
 
     def stream(self) -> Any:
         return current_stream(self.device)
@@ -76,11 +95,24 @@ class CudaBucket(NativeBucket):
             with torch.inference_mode(False):
                 self.slots = slots_for(len(self.params), self.device)
         if not steps:
-            return executor(self.device)
+            return executor(self.device, squares=self.room_for_squares(), scale=self.scale)
         if factors is None:
-            return executor(self.device, self.slots, *self.factors)
-        self.divisor = None if factors.clip is None else factors.clip.reciprocal().float()
-        return executor(self.device, self.slots, self.divisor, factors.skip)
+            return executor(self.device, self.slots, *self.factors, scale=self.scale)
+        return executor(self.device, self.slots, None, factors.skip, factors.clip, scale=self.scale)
+
+    def by_value(self, scale: float | Tensor) -> float:
+        on_device = isinstance(scale, Tensor)
+        self.scale = device_scale(scale) if on_device else None
+        return 1.0 if on_device else scale
+
+    def room_for_squares(self) -> Tensor | None:
+        """Memory for the sums that those of what ``collect`` found are made of."""
+        if self.options.skip_nonfinite is None and not self.options.measures:
+            return None
+        with torch.inference_mode(False):
+            count = _C.squares_for(*self.table.sizes())
+            self.scratch = torch.empty(count, dtype=torch.float64, device=self.device)
+        return self.scratch
 
     def native_hyper(self, hyper: Hyper, group: dict[str, Any]) -> Any:
         """With capturable, or where it lies on the device anyway, lr is read there, by a graph's replay too."""
@@ -89,6 +121,10 @@ class CudaBucket(NativeBucket):
         if stays and (group["capturable"] or lr.device.type != "cpu"):
             return _C.Hyper(hyper, lr.data_ptr(), lr.dtype == torch.float64)
         return _C.Hyper(hyper)
+
+    def release(self) -> None:
+        super().release()
+        self.scratch = self.scale = None
 
     def reads_factors(self, grad_scale: Tensor | None, found_inf: Tensor) -> bool:
         return all(
@@ -109,8 +145,8 @@ def _why_not(index: int) -> str | None:
 
 class Cuda(Backend):
     name = "cuda"
-    keeps_weights = False
     bucket_type = CudaBucket
+    scales_on_device = True
     skips_on_device = True
 
     def why_not(self, device: torch.device) -> str | None:

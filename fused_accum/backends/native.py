@@ -22,6 +22,7 @@ class NativeBucket(Bucket):
     """A Bucket whose way of a gradient is two native calls; Python takes over for what is unusual.
 
     A subclass names the native ``module`` and where its tensors are, and makes what runs the rows of a call.
+    ``all_squares``: where kernels put sums of squares, a float64 per parameter.
     """
 
     module: ModuleType
@@ -37,9 +38,9 @@ class NativeBucket(Bucket):
     def native_hyper(self, hyper: Hyper, group: dict[str, Any]) -> Any:
         return self.module.Hyper(hyper)
 
-    def squares_address(self) -> int:
-        """Where kernels put sums of squares, a float64 per parameter; 0: they have none, torch finds them."""
-        return 0
+    def by_value(self, scale: float | Tensor) -> float:
+        """What to give to the native calls; a scale on the device goes to their executors instead."""
+        return scale
 
     def stream(self) -> Any:
         """The torch stream that the coming call's kernels go to, for the allocator; None where there is none."""
@@ -54,6 +55,8 @@ class NativeBucket(Bucket):
         self.table.accept(torch.Tensor)
         self.table.accept(torch.nn.Parameter)
         self.inference = any(p.is_inference() for p in self.params)
+        self.all_squares = self.new_squares() if self.options.measures else None
+        self.chosen: tuple[list[int], Tensor] = ([], torch.empty(0, dtype=torch.int64))
 
     def collect(self, buffers: bool) -> int:
         if self.inference:
@@ -79,28 +82,34 @@ class NativeBucket(Bucket):
         self.grads = None
 
     def accumulate(self, scale: float) -> None:
-        address = self.squares_address() if self.options.measures else 0
+        address, scale = 0 if self.all_squares is None else self.all_squares.data_ptr(), self.by_value(scale)
         self.table.accumulate(self.present, scale, self.executor(False), self.stream(), self.known, address)
 
     def sum_up(self, scale: float) -> None:
-        code, address = PARAMETER_DTYPES.index(self.options.accum_dtype), self.squares_address()
+        code, address = PARAMETER_DTYPES.index(self.options.accum_dtype), self.all_squares.data_ptr()
+        scale = self.by_value(scale)
         self.measured = self.table.sum_up(
             self.present, scale, code, self.executor(False), self.stream(), self.known, address
         )
-        if address:
-            self.squares = self.all_squares[self.measured]
-        else:
-            self.squares = self.measure(self.measured, [self.params[i].grad for i in self.measured], scale)
+        self.squares = self.those_measured(self.all_squares)
 
     def measure_gradients(self, scale: float) -> None:
-        if not self.squares_address():
-            self.measured = [i for i, p in enumerate(self.params) if p.grad is not None]
-            self.squares = self.measure(self.measured, [self.params[i].grad for i in self.measured], scale)
-            return
-        code = PARAMETER_DTYPES.index(self.options.accum_dtype)
-        squares = torch.zeros(len(self.params), dtype=torch.float64)  # not where those of the buffers are kept
+        code, squares = PARAMETER_DTYPES.index(self.options.accum_dtype), self.new_squares()
+        scale = self.by_value(scale)
         self.measured = self.table.measure_gradients(scale, code, self.executor(False), squares.data_ptr())
-        self.squares = squares[self.measured]
+        self.squares = self.those_measured(squares)
+
+    def new_squares(self) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros(len(self.params), dtype=torch.float64, device=self.device)
+
+    def those_measured(self, squares: Tensor) -> Tensor:
+        """The entries of ``squares`` for the rows ``measured``, copied; nothing waits for a device."""
+        if self.measured != self.chosen[0]:
+            on_gpu = self.device.type == "cuda"
+            rows = torch.tensor(self.measured, dtype=torch.int64, pin_memory=on_gpu)
+            self.chosen = (self.measured, rows.to(self.device, non_blocking=True))
+        return squares.index_select(0, self.chosen[1])
 
     def prepare(self, state: dict, groups: Sequence[dict[str, Any]], hypers: Sequence[Hyper]) -> None:
         self.native_hypers = [self.native_hyper(hyper, group) for hyper, group in zip(hypers, groups)]
@@ -119,7 +128,7 @@ class NativeBucket(Bucket):
         coefficient: float,
         factors: norms.Factors | None = None,
     ) -> None:
-        code = PARAMETER_DTYPES.index(self.options.accum_dtype)
+        code, scale = PARAMETER_DTYPES.index(self.options.accum_dtype), self.by_value(scale)
         present = bytes(self.present)
         self.table.step(
             self.native_hypers, self.present, code, scale, coefficient, self.executor(True, factors), self.stream()

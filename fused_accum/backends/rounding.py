@@ -133,7 +133,7 @@ def rounded_by_chance(x: Tensor, words: Tensor, dtype: torch.dtype) -> Tensor:
     normal = (magnitude - (112 << 23) + (words >> 19) >> 13).clamp(max=0x7C00)
     tiny = magnitude < 113 << 23
     small = floats(torch.where(tiny, magnitude, 0)).double()
-    subnormal = (small * 2.0**24 + (words >> 1).double() * 2.0**-31).to(torch.int64)
+    subnormal = (small * 2.0**55).to(torch.int64) + (words >> 1) >> 31
     special = torch.where(magnitude > INFINITY, 0x7E00, 0x7C00)
     half = torch.where(magnitude >= 0x47800000, special, torch.where(tiny, subnormal, normal))
     return signed(sign | half, 16).to(torch.int16).view(torch.float16)

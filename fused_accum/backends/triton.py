@@ -1,28 +1,35 @@
 """The Triton backend: one launch per bucket of equal dtypes and flags, over tables of pointers in device memory.
 
-Rows whose tensors do not all lie in one linear order (transposed gradients, slices, negative views) go through
-temporaries in the parameter's order and are copied back; rows of which a tensor is not aligned to 16 bytes go in
-launches of their own. Block sizes are fixed: an autotuner would run an update several times.
+Block sizes are fixed: an autotuner would run an update several times.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from ..buckets import BY_GRAD, Bucket
 from . import triton_probe
-from .base import Backend, Rows
+from .base import Backend, Rows, refuse_outside
+from .triton_batch import (
+    ALIGNMENT,
+    Batch,
+    Row,
+    add_measurement,
+    add_sum,
+    add_update,
+    arithmetic,
+    in_line,
+    overlap,
+)
 from .triton_tables import Recent, ScalarRows, block_map, current_stream, device_table, upload
-
-ALIGNMENT = 16  # bytes: the widest load and store of a GPU's thread
-PARAM, GRAD, ACCUM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ = range(TENSORS := 6)  # columns of the kernels' table
 
 
 @cache
@@ -34,6 +41,13 @@ def kernels() -> Any:
 
 
 @cache
+def scatter() -> Any:
+    from . import triton_scatter
+
+    return triton_scatter
+
+
+@cache
 def triton_dtypes() -> dict[torch.dtype, Any]:
     import triton.language as tl
 
@@ -42,13 +56,23 @@ def triton_dtypes() -> dict[torch.dtype, Any]:
 
 
 @cache
-def warps_of_a_program() -> int:
-    """How many warps make up a program's threads: 4 of NVIDIA's, 2 of AMD's."""
+def warps_of(threads: int) -> int:
+    """How many warps make up a program's threads: of 128, 4 of NVIDIA's, 2 of AMD's."""
     import triton
 
     if triton.knobs.runtime.interpret:
         return 1
-    return kernels().THREADS // triton.runtime.driver.active.get_current_target().warp_size
+    return threads // triton.runtime.driver.active.get_current_target().warp_size
+
+
+@cache
+def bound() -> dict[str, int]:
+    """How many registers a thread that updates may have, where that can be said."""
+    import triton
+
+    if triton.knobs.runtime.interpret or triton.runtime.driver.active.get_current_target().backend != "cuda":
+        return {}
+    return {"maxnreg": kernels().REGISTERS}
 
 
 def on(device: torch.device) -> AbstractContextManager:
@@ -60,84 +84,80 @@ def on(device: torch.device) -> AbstractContextManager:
     return numpy.errstate(all="ignore")
 
 
-def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+class Launch(NamedTuple):
+    """Rows of equal constants: their table, the row of every program, how many programs, elements of each."""
+
+    constants: tuple
+    rows: Sequence[Row]
+    table: Tensor
+    blocks: Tensor
+    programs: int
+    block: int
+
+    def run(self, kernel: Any, *arguments: Tensor, **options: int) -> None:
+        constants = (triton_dtypes()[c] if isinstance(c, torch.dtype) else c for c in self.constants)
+        kernel[(self.programs,)](
+            self.table, self.blocks, *arguments, *constants, BLOCK=self.block,
+            num_warps=warps_of(kernels().THREADS), enable_fp_fusion=False, **options,
+        )  # fmt: skip
+
+    def add_up(self, partials: Tensor) -> None:
+        kernels().squares_kernel[(len(self.rows),)](
+            self.table, partials, BLOCK=self.block, CHUNK=kernels().CHUNK,
+            num_warps=warps_of(2 * kernels().THREADS), enable_fp_fusion=False,
+        )  # fmt: skip
 
 
-def linear_strides(p: Tensor) -> tuple[int, ...]:
-    """The strides every tensor of ``p``'s row must have to be walked as one line: p's, or contiguous ones."""
-    if p.is_contiguous() or torch._debug_has_internal_overlap(p) == 0:  # 0: dense, and no two elements in a place
-        return p.stride()
-    return torch.empty(p.shape, device="meta").stride()
+class TritonBucket(Bucket):
+    """A Bucket whose sums of squares come out of the pass that writes a sum; what no such pass has seen is read."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Of the buffers, by row, then of what was only measured.
+        with torch.inference_mode(False):
+            self.all_squares = torch.zeros(2 * len(self.params), dtype=torch.float64, device=self.device)
 
-def lies_in(t: Tensor, strides: tuple[int, ...]) -> bool:
-    if t.is_neg() or t._is_zerotensor():
-        return False
-    return t.stride() == strides or all(
-        have == want or size == 1 for have, want, size in zip(t.stride(), strides, t.shape)
-    )
+    def address(self, place: int) -> int:
+        return self.all_squares.data_ptr() + 8 * place
 
-
-def overlap(params: Sequence[Tensor]) -> bool:
-    """Whether two of ``params`` may share memory."""
-    spans = []
-    for p in params:
-        if p.numel():
-            last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride()))
-            spans.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size()))
-    spans.sort()
-    return any(end > start for (_, end), (start, _) in pairwise(spans))
-
-
-class Row(NamedTuple):
-    """A row of a launch: pointers in the order of the kernels' table, elements, number of its scalar row."""
-
-    pointers: list[int]
-    numel: int
-    scalars: int
-
-
-class Batch:
-    """The rows of one call, by what the compiler must know of them."""
-
-    def __init__(self) -> None:
-        self.rows: dict[tuple, list[Row]] = {}
-        self.lines: list[Tensor] = []  # temporaries: alive until the kernels that use them are in the stream
-        self.copy_back: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, like: Tensor, grad: Tensor | None, written: dict[int, Tensor], constants: tuple, scalars: int):
-        """A row whose tensors are shaped as ``like``: the gradient, and by column those that the kernel writes;
-        ``constants`` are the kernel's, but for alignment and block size, in its order."""
-        if like.numel() == 0:
+    def add(self, rows: Sequence[int], scale: float) -> None:
+        if not self.options.measures:
+            super().add(rows, scale)
             return
-        strides = linear_strides(like)
-        pointers = [0] * TENSORS
-        if grad is not None:
-            pointers[GRAD] = self._in_line(grad, strides, written=False).data_ptr()
-        for column, t in written.items():
-            pointers[column] = self._in_line(t, strides, written=True).data_ptr()
-        aligned = all(pointer % ALIGNMENT == 0 for pointer in pointers)
-        self.rows.setdefault((*constants, aligned), []).append(Row(pointers, like.numel(), scalars))
+        accums = [self.accums[i] for i in rows]
+        first = [not self.present[i] for i in rows]
+        squares = [self.address(i) for i in rows]
+        self.backend.accumulate(accums, [self.grads[i] for i in rows], first, scale, squares)
+        increment_version(accums)
+        for i in rows:
+            self.known[i] = 1
 
-    def _in_line(self, t: Tensor, strides: tuple[int, ...], written: bool) -> Tensor:
-        if lies_in(t, strides):
-            return t
-        line = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
-        self.lines.append(line)
-        if written:
-            self.copy_back.append((t, line))
-        return line
+    def measure(self, rows: Sequence[int], grads: Sequence[Tensor | None], scale: float) -> Tensor:
+        places = []
+        unseen: list[tuple[Tensor, Tensor | None, Tensor | None, torch.dtype, int]] = []
+        for i, g in zip(rows, grads):
+            p, aliased = self.params[i], self.present[i] == BY_GRAD
+            if g is None and self.known[i] and not aliased:
+                places.append(i)
+                continue
+            accum = self.accums[i] if g is None or aliased else None
+            place = len(self.params) + i
+            places.append(place)
+            dtype = self.options.accum_dtype_for(p)
+            unseen.append((p, accum, None if aliased else g, dtype, self.address(place)))
+        self.backend.measure(unseen, scale, self.device)
+        return self.backend.pick(self.all_squares, places)
 
 
 class Triton(Backend):
     name = "triton"
-    keeps_weights = False
+    bucket_type = TritonBucket
 
     def __init__(self) -> None:
         self.tables = Recent(32)
         self.block_maps = Recent(8)
         self.scales = Recent(32)
+        self.places = Recent(8)
 
     def why_not(self, device: torch.device) -> str | None:
         return triton_probe.why_not(device, self._try)
@@ -154,17 +174,75 @@ class Triton(Backend):
 
     @torch.no_grad()
     def accumulate(
-        self, accums: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool], scale: float
+        self,
+        accums: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        first: Sequence[bool],
+        scale: float,
+        squares: Sequence[int] | None = None,
     ) -> None:
+        """As Backend; ``squares``: addresses of float64 for the sums of squares of what is in the buffers then."""
         if not accums:
             return
-        device = accums[0].device
+        batch = Batch()
+        for accum, grad, is_first, at in zip(accums, grads, first, squares or [0] * len(accums)):
+            add_sum(batch, accum, grad, is_first, at)
+        self._launch_sums(batch, scale, accums[0].device)
+
+    @torch.no_grad()
+    def measure(
+        self,
+        rows: Sequence[tuple[Tensor, Tensor | None, Tensor | None, torch.dtype, int]],
+        scale: float,
+        device: torch.device,
+    ) -> None:
+        """Sums of squares of buffers, or of what gradients would begin there: (parameter, buffer or None, gradient or
+        None, dtype of the sum, address of a float64) for each."""
+        batch = Batch()
+        for row in rows:
+            add_measurement(batch, *row)
+        self._launch_sums(batch, scale, device)
+
+    @torch.no_grad()
+    def scatter_rows(self, accum: Tensor, index: Tensor, grad: Tensor, skip: int | None) -> None:
+        refuse_outside(index, len(accum))
+        tokens, width = grad.shape
+        if not grad.numel():
+            return
+        grad, device = in_line(grad, (width, 1)), accum.device
         with on(device):
-            batch = Batch()
-            for accum, grad, is_first in zip(accums, grads, first):
-                constants = (arithmetic(accum.dtype), grad.dtype, accum.dtype, not is_first)
-                batch.add(accum, grad, {ACCUM: accum}, constants, 0)
-            self._launch(kernels().accumulate_kernel, batch, device, lambda wide: self._scale(scale, wide, device))
+            kernel = scatter()
+            rows, order = index.sort(stable=True)
+            ends = torch.searchsorted(rows, rows, right=True)
+            block = kernel.block_of(width)
+            parts = -(-width // block)
+            places = [place for t in (accum, grad) for place in (t.data_ptr(), width * t.element_size())]
+            kernel.scatter_kernel[(tokens * parts,)](
+                accum, grad, rows, order, ends, width, parts, -1 if skip is None else skip,
+                *(triton_dtypes()[d] for d in (arithmetic(accum.dtype), accum.dtype, grad.dtype)),
+                ALIGNED=all(place % ALIGNMENT == 0 for place in places), BLOCK=block,
+                num_warps=max(1, warps_of(block // 8)), enable_fp_fusion=False,
+            )  # fmt: skip
+
+    def pick(self, t: Tensor, places: Sequence[int]) -> Tensor:
+        """A copy of ``t[places]``, without waiting for the device."""
+
+        def make() -> Tensor:
+            return upload(torch.tensor(places, dtype=torch.int64), t.device)
+
+        return t.index_select(0, self.places.get((*places, t.device, current_stream(t.device)), make))
+
+    def _launch_sums(self, batch: Batch, scale: float, device: torch.device) -> None:
+        with on(device):
+            for launch in self._launches(batch, device):
+                factor = self._scale(scale, launch.constants[0], device)
+                if not launch.rows[0].squares:
+                    launch.run(kernels().accumulate_kernel, factor, factor)  # partials are not touched
+                    continue
+                partials = torch.empty(launch.programs, dtype=torch.float64, device=device)
+                launch.run(kernels().accumulate_kernel, factor, partials)
+                launch.add_up(partials)
+            batch.finish()
 
     def _scale(self, scale: float, wide: torch.dtype, device: torch.device) -> Tensor:
         def make() -> Tensor:
@@ -187,59 +265,26 @@ class Triton(Backend):
                 for i in turn:
                     at = scalars.add(rows.groups[i], float(steps[i]), rows)
                     add_update(batch, rows, i, at)
-                self._launch(kernels().adamw_kernel, batch, device, scalars.on_device)
+                for launch in self._launches(batch, device):
+                    launch.run(kernels().adamw_kernel, scalars.on_device(launch.constants[0]), **bound())
+                batch.finish()
         torch._foreach_copy_(rows.steps, steps)
 
-    def _launch(
-        self, kernel: Any, batch: Batch, device: torch.device, scalars: Callable[[torch.dtype], Tensor]
-    ) -> None:
-        """One launch for every set of constants in ``batch``, then what it left in temporaries is copied back."""
+    def _launches(self, batch: Batch, device: torch.device) -> Iterator[Launch]:
+        """One for every set of constants in ``batch``."""
         where = (device, current_stream(device))
         for constants, rows in batch.rows.items():
-            wide = constants[0]
-            block = kernels().block_of(triton_dtypes()[wide])
+            block = kernels().block_of(triton_dtypes()[constants[0]])
             counts = [-(-row.numel // block) for row in rows]
-            table = array("Q")
+            words = array("Q")
             programs = 0
             for row, count in zip(rows, counts):
-                table.extend((*row.pointers, row.numel, programs, row.scalars))
+                words.extend((*row.pointers, row.numel, programs, *row[2:]))
                 programs += count
-            content = table.tobytes()
-            kernel[(programs,)](
-                self.tables.get((content, *where), lambda: device_table(content, device)),  # noqa: B023
-                self.block_maps.get((*counts, *where), lambda: block_map(counts, device)),  # noqa: B023
-                scalars(wide),
-                *(triton_dtypes()[c] if isinstance(c, torch.dtype) else c for c in constants),
-                BLOCK=block,
-                num_warps=warps_of_a_program(),
-                enable_fp_fusion=False,
-            )
-        for t, line in batch.copy_back:
-            t.copy_(line)
-
-
-def add_update(batch: Batch, rows: Rows, i: int, scalars: int) -> None:
-    """Row ``i`` of ``rows`` as a row of adamw_kernel."""
-    p, grad, sum_dtype = rows.params[i], rows.grads[i], rows.accum_dtypes[i]
-    written = {PARAM: p, EXP_AVG: rows.exp_avgs[i], EXP_AVG_SQ: rows.exp_avg_sqs[i]}
-    largest = rows.max_exp_avg_sqs[i]
-    if largest is not None:
-        written[MAX_EXP_AVG_SQ] = largest
-    if rows.present[i]:
-        written[ACCUM] = rows.accums[i]
-    constants = (
-        arithmetic(p.dtype),
-        p.dtype,
-        sum_dtype if grad is None else grad.dtype,
-        sum_dtype,
-        rows.exp_avgs[i].dtype,
-        rows.exp_avg_sqs[i].dtype,
-        (rows.exp_avg_sqs[i] if largest is None else largest).dtype,
-        grad is not None,
-        bool(rows.present[i]),
-        largest is not None,
-    )
-    batch.add(p, grad, written, constants, scalars)
+            content = words.tobytes()
+            table = self.tables.get((content, *where), lambda: device_table(content, device))  # noqa: B023
+            blocks = self.block_maps.get((*counts, *where), lambda: block_map(counts, device))  # noqa: B023
+            yield Launch(constants, rows, table, blocks, programs, block)
 
 
 BACKEND = Triton()

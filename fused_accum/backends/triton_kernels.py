@@ -1,102 +1,58 @@
 """Triton kernels: the math of csrc/adamw_math.h, rounding for rounding, over tables of pointers in device memory.
 
-A program works on one block of one row. ``blocks`` names the row of every program, ``rows`` holds what ROW lists
-for every row, ``scalars`` what STEP_SCALARS lists for every (group, t), in the dtype of the arithmetic. All three
-are device memory, so what changes from step to step never reaches the compiler.
-
-The kernels never contract: they are launched with enable_fp_fusion=False, and every fma is written out.
+``scalars`` holds what STEP_SCALARS counts for every (group, t), in the dtype of the arithmetic, device memory as the
+table of rows (triton_access.py). The kernels never contract: they are launched with enable_fp_fusion=False, and every
+fma is written out.
 """
 
-# ruff: noqa: SIM300  (upper-case parameters are not constants)
+# ruff: noqa: SIM109, SIM300  (upper-case parameters are not constants; Triton knows no `in`)
 import triton
 import triton.language as tl
 
-ROW = ("param", "grad", "accum", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "numel", "first_block", "scalars")
+from .triton_access import (
+    ACCUM,
+    COLUMNS,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    FIRST_BLOCK,
+    GRAD,
+    INDEX,
+    MASTER,
+    MAX_EXP_AVG_SQ,
+    NUMEL,
+    PARAM,
+    SCALARS,
+    SEED,
+    SQUARES,
+    THREADS,
+    block_of,
+    load,
+    place,
+    put,
+    round_to,
+    store,
+)
+from .triton_weights import (
+    FP32_MASTER,
+    SPLIT_MASTER,
+    STOCHASTIC,
+    encode_by_chance,
+    put_bits,
+    random_words,
+    split,
+    weight_of,
+)
 
-PARAM: tl.constexpr = tl.constexpr(0)
-GRAD: tl.constexpr = tl.constexpr(1)
-ACCUM: tl.constexpr = tl.constexpr(2)
-EXP_AVG: tl.constexpr = tl.constexpr(3)
-EXP_AVG_SQ: tl.constexpr = tl.constexpr(4)
-MAX_EXP_AVG_SQ: tl.constexpr = tl.constexpr(5)
-NUMEL: tl.constexpr = tl.constexpr(6)
-FIRST_BLOCK: tl.constexpr = tl.constexpr(7)
-SCALARS: tl.constexpr = tl.constexpr(8)
-COLUMNS: tl.constexpr = tl.constexpr(len(ROW))
-STEP_SCALARS: tl.constexpr = tl.constexpr(10)  # values of struct StepScalars, in its order
+__all__ = [
+    "CHUNK", "REGISTERS", "STEP_SCALARS", "THREADS", "accumulate_kernel", "adamw_kernel", "block_of",
+    "squares_kernel",
+]  # fmt: skip
 
-THREADS = 128  # of a program
+# Values of struct StepScalars, in its order, then the lower and the upper 16 bits of the number of the update.
+STEP_SCALARS: tl.constexpr = tl.constexpr(12)
 
-
-def block_of(wide: tl.dtype) -> int:
-    """Elements of a program: 8 a thread, which is 128 bits of bfloat16; for float64 4, to spare registers."""
-    return THREADS * (4 if wide == tl.float64 else 8)
-
-
-@triton.jit
-def decode_bf16(bits):
-    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def encode_bf16(x):
-    """Round to nearest even on the bits, as csrc/dtypes.h: one meaning on every GPU and in the interpreter."""
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.uint16)
-
-
-@triton.jit
-def place(rows, COLUMN: tl.constexpr, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to element ``start`` of the row's tensor in ``COLUMN``; bfloat16 is read and written as its bits."""
-    STORAGE: tl.constexpr = tl.uint16 if DTYPE == tl.bfloat16 else DTYPE
-    pointer = tl.load(rows + COLUMN).to(tl.pointer_type(STORAGE)) + start
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-@triton.jit
-def load(pointer, rest, DTYPE: tl.constexpr, WIDE: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.arange(0, BLOCK)
-    if FULL:
-        value = tl.load(pointer + offsets)
-    else:
-        value = tl.load(pointer + offsets, mask=offsets < rest, other=0)
-    if DTYPE == tl.bfloat16:
-        value = decode_bf16(value)
-    return value.to(WIDE)
-
-
-@triton.jit
-def narrow(value, DTYPE: tl.constexpr):
-    """Rounded to ``DTYPE``; float64 goes to 16 bits by way of float32, as in csrc/dtypes.h."""
-    if DTYPE == tl.bfloat16:
-        return encode_bf16(value.to(tl.float32))
-    elif DTYPE == tl.float16:
-        return value.to(tl.float32).to(tl.float16)
-    else:
-        return value.to(DTYPE)
-
-
-@triton.jit
-def store(pointer, rest, value, DTYPE: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.arange(0, BLOCK)
-    if FULL:
-        tl.store(pointer + offsets, narrow(value, DTYPE))
-    else:
-        tl.store(pointer + offsets, narrow(value, DTYPE), mask=offsets < rest)
-
-
-@triton.jit
-def round_to(value, DTYPE: tl.constexpr, WIDE: tl.constexpr):
-    """What a buffer of ``DTYPE`` would give back."""
-    if DTYPE == WIDE:
-        return value
-    elif DTYPE == tl.bfloat16:
-        return decode_bf16(narrow(value, DTYPE)).to(WIDE)
-    else:
-        return narrow(value, DTYPE).to(WIDE)
+CHUNK = 4096  # sums of squares that a program adds up at a time
+REGISTERS = 128  # of a thread that updates, at most; told nothing, ptxas used more, and for one GPU spilled some
 
 
 @triton.jit
@@ -117,37 +73,76 @@ def square_root(x, WIDE: tl.constexpr):
 
 
 @triton.jit
+def sum_of_squares(x, BLOCK: tl.constexpr):
+    """In float64. Neighbours are added until one is left: the same bits however the block lies in registers."""
+    x = x.to(tl.float64)
+    x *= x
+    for level in tl.static_range(BLOCK.bit_length()):
+        if BLOCK >> level > 2:
+            x = tl.sum(tl.reshape(x, (BLOCK >> (level + 1), 2)), axis=1)
+    return tl.sum(x)
+
+
+@triton.jit
 def accumulate_block(
-    rows, start, rest, scale,
-    WIDE: tl.constexpr, GRAD_DTYPE: tl.constexpr, ACCUM_DTYPE: tl.constexpr,
-    ADD: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    rows, start, rest, scale, partial,
+    WIDE: tl.constexpr, GRAD_DTYPE: tl.constexpr, ACCUM_DTYPE: tl.constexpr, HAS_GRAD: tl.constexpr,
+    HAS_ACCUM: tl.constexpr, STORES: tl.constexpr, SQUARED: tl.constexpr,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(1) on elements [start, start + min(rest, BLOCK)) of one row."""
-    grad = load(place(rows, GRAD, start, GRAD_DTYPE, ALIGNED), rest, GRAD_DTYPE, WIDE, FULL, BLOCK)
-    accum = place(rows, ACCUM, start, ACCUM_DTYPE, ALIGNED)
-    if ADD:
-        total = tl.fma(scale, grad, load(accum, rest, ACCUM_DTYPE, WIDE, FULL, BLOCK))
+    accum_at = place(rows, ACCUM, start, ACCUM_DTYPE, ALIGNED)
+    if HAS_GRAD:
+        grad = load(place(rows, GRAD, start, GRAD_DTYPE, ALIGNED), rest, GRAD_DTYPE, WIDE, FULL, BLOCK)
+        if HAS_ACCUM:
+            total = tl.fma(scale, grad, load(accum_at, rest, ACCUM_DTYPE, WIDE, FULL, BLOCK))
+        else:
+            total = scale * grad
     else:
-        total = scale * grad
-    store(accum, rest, total, ACCUM_DTYPE, FULL, BLOCK)
+        total = load(accum_at, rest, ACCUM_DTYPE, WIDE, FULL, BLOCK)
+    if STORES:
+        store(accum_at, rest, total, ACCUM_DTYPE, FULL, BLOCK)
+    if SQUARED:
+        tl.store(partial, sum_of_squares(round_to(total, ACCUM_DTYPE, WIDE), BLOCK))
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "scalars"])
+@triton.jit(do_not_specialize=["rows", "blocks", "scalars", "partials"])
 def accumulate_kernel(
-    rows, blocks, scalars,
-    WIDE: tl.constexpr, GRAD_DTYPE: tl.constexpr, ACCUM_DTYPE: tl.constexpr,
-    ADD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    rows, blocks, scalars, partials,
+    WIDE: tl.constexpr, GRAD_DTYPE: tl.constexpr, ACCUM_DTYPE: tl.constexpr, HAS_GRAD: tl.constexpr,
+    HAS_ACCUM: tl.constexpr, STORES: tl.constexpr, SQUARED: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``accum <- scale*grad``, or with ADD ``accum + scale*grad``; ``scalars`` holds the one scale."""
+    """``accum + scale*grad``, without HAS_ACCUM ``scale*grad``, without HAS_GRAD ``accum``; ``scalars`` holds the one
+    scale. With STORES it becomes the buffer, with SQUARED its sum of squares goes to ``partials``, by program."""
     block = tl.program_id(0).to(tl.int64)
     rows += tl.load(blocks + block).to(tl.int64) * COLUMNS
     start = (block - tl.load(rows + FIRST_BLOCK)) * BLOCK
     rest = tl.load(rows + NUMEL) - start
     scale = tl.load(scalars)
     if rest >= BLOCK:
-        accumulate_block(rows, start, rest, scale, WIDE, GRAD_DTYPE, ACCUM_DTYPE, ADD, ALIGNED, True, BLOCK)
+        accumulate_block(
+            rows, start, rest, scale, partials + block, WIDE, GRAD_DTYPE, ACCUM_DTYPE, HAS_GRAD, HAS_ACCUM, STORES,
+            SQUARED, ALIGNED, True, BLOCK,
+        )  # fmt: skip
     else:
-        accumulate_block(rows, start, rest, scale, WIDE, GRAD_DTYPE, ACCUM_DTYPE, ADD, ALIGNED, False, BLOCK)
+        accumulate_block(
+            rows, start, rest, scale, partials + block, WIDE, GRAD_DTYPE, ACCUM_DTYPE, HAS_GRAD, HAS_ACCUM, STORES,
+            SQUARED, ALIGNED, False, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "partials"])
+def squares_kernel(rows, partials, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """The sum of squares of each row, a program's one, from those that accumulate_kernel left of its blocks."""
+    rows += tl.program_id(0).to(tl.int64) * COLUMNS
+    count = tl.cdiv(tl.load(rows + NUMEL), BLOCK)
+    partials += tl.load(rows + FIRST_BLOCK)
+    offsets = tl.arange(0, CHUNK)
+    total = tl.zeros((CHUNK,), tl.float64)
+    for first in range(0, count, CHUNK):
+        total += tl.load(partials + first + offsets, mask=offsets < count - first, other=0)
+    tl.store(tl.load(rows + SQUARES).to(tl.pointer_type(tl.float64)), tl.sum(total))
 
 
 @triton.jit
@@ -155,7 +150,7 @@ def adamw_block(
     rows, start, rest, scalars,
     WIDE: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, ACCUM_DTYPE: tl.constexpr,
     EXP_AVG_DTYPE: tl.constexpr, EXP_AVG_SQ_DTYPE: tl.constexpr, MAX_DTYPE: tl.constexpr,
-    HAS_GRAD: tl.constexpr, HAS_ACCUM: tl.constexpr, AMSGRAD: tl.constexpr,
+    HAS_GRAD: tl.constexpr, HAS_ACCUM: tl.constexpr, AMSGRAD: tl.constexpr, WEIGHTS: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(2) to (6) on elements [start, start + min(rest, BLOCK)) of one row."""
@@ -180,6 +175,10 @@ def adamw_block(
     exp_avg_at = place(rows, EXP_AVG, start, EXP_AVG_DTYPE, ALIGNED)
     exp_avg_sq_at = place(rows, EXP_AVG_SQ, start, EXP_AVG_SQ_DTYPE, ALIGNED)
     param = load(param_at, rest, PARAM_DTYPE, WIDE, FULL, BLOCK)
+    if WEIGHTS == FP32_MASTER or WEIGHTS == SPLIT_MASTER:
+        MASTER_DTYPE: tl.constexpr = tl.uint16 if WEIGHTS == SPLIT_MASTER else tl.float32
+        master_at = place(rows, MASTER, start, MASTER_DTYPE, ALIGNED)
+        kept = load(master_at, rest, MASTER_DTYPE, MASTER_DTYPE, FULL, BLOCK)
     exp_avg = load(exp_avg_at, rest, EXP_AVG_DTYPE, WIDE, FULL, BLOCK)
     exp_avg_sq = load(exp_avg_sq_at, rest, EXP_AVG_SQ_DTYPE, WIDE, FULL, BLOCK)
     if AMSGRAD:
@@ -193,6 +192,8 @@ def adamw_block(
             total = scale * contribution
         total = round_to(total, ACCUM_DTYPE, WIDE)
     grad = coefficient * total  # (2)
+    if WEIGHTS == FP32_MASTER or WEIGHTS == SPLIT_MASTER:
+        param = weight_of(param, kept, PARAM_DTYPE, WEIGHTS)
 
     # (4) m + w*(g - m), from the end that is nearer: exact at w = 0 and at w = 1
     near = one_minus_beta1 < 0.5
@@ -206,7 +207,18 @@ def adamw_block(
     denominator = tl.fma(square_root(largest, WIDE), inverse_sqrt_bias_correction2, eps)
     param = tl.fma(minus_step_size, divide(exp_avg, denominator, WIDE), param * decay)  # (3), (5)
 
-    store(param_at, rest, param, PARAM_DTYPE, FULL, BLOCK)
+    if WEIGHTS == SPLIT_MASTER:
+        high, low = split(param)
+        put_bits(param_at, rest, high, PARAM_DTYPE, FULL, BLOCK)
+        put(master_at, rest, low, FULL, BLOCK)
+    elif WEIGHTS == STOCHASTIC:
+        step = tl.load(scalars + 10).to(tl.uint32) + tl.load(scalars + 11).to(tl.uint32) * 65536
+        words = random_words(tl.load(rows + SEED), tl.load(rows + INDEX).to(tl.uint32), step, start, BLOCK)
+        put_bits(param_at, rest, encode_by_chance(param, words, PARAM_DTYPE), PARAM_DTYPE, FULL, BLOCK)
+    else:
+        store(param_at, rest, param, PARAM_DTYPE, FULL, BLOCK)
+        if WEIGHTS == FP32_MASTER:
+            put(master_at, rest, param, FULL, BLOCK)
     store(exp_avg_at, rest, exp_avg, EXP_AVG_DTYPE, FULL, BLOCK)
     store(exp_avg_sq_at, rest, exp_avg_sq, EXP_AVG_SQ_DTYPE, FULL, BLOCK)
     if HAS_ACCUM:
@@ -218,7 +230,7 @@ def adamw_kernel(
     rows, blocks, scalars,
     WIDE: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, ACCUM_DTYPE: tl.constexpr,
     EXP_AVG_DTYPE: tl.constexpr, EXP_AVG_SQ_DTYPE: tl.constexpr, MAX_DTYPE: tl.constexpr,
-    HAS_GRAD: tl.constexpr, HAS_ACCUM: tl.constexpr, AMSGRAD: tl.constexpr,
+    HAS_GRAD: tl.constexpr, HAS_ACCUM: tl.constexpr, AMSGRAD: tl.constexpr, WEIGHTS: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One AdamW update of every row, from its gradient, its buffer, or both; buffers that were read become zero."""
@@ -230,10 +242,10 @@ def adamw_kernel(
     if rest >= BLOCK:
         adamw_block(
             rows, start, rest, scalars, WIDE, PARAM_DTYPE, GRAD_DTYPE, ACCUM_DTYPE, EXP_AVG_DTYPE,
-            EXP_AVG_SQ_DTYPE, MAX_DTYPE, HAS_GRAD, HAS_ACCUM, AMSGRAD, ALIGNED, True, BLOCK,
+            EXP_AVG_SQ_DTYPE, MAX_DTYPE, HAS_GRAD, HAS_ACCUM, AMSGRAD, WEIGHTS, ALIGNED, True, BLOCK,
         )  # fmt: skip
     else:
         adamw_block(
             rows, start, rest, scalars, WIDE, PARAM_DTYPE, GRAD_DTYPE, ACCUM_DTYPE, EXP_AVG_DTYPE,
-            EXP_AVG_SQ_DTYPE, MAX_DTYPE, HAS_GRAD, HAS_ACCUM, AMSGRAD, ALIGNED, False, BLOCK,
+            EXP_AVG_SQ_DTYPE, MAX_DTYPE, HAS_GRAD, HAS_ACCUM, AMSGRAD, WEIGHTS, ALIGNED, False, BLOCK,
         )  # fmt: skip

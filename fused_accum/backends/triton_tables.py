@@ -74,7 +74,8 @@ def power(beta: float, t: float) -> float:
 
 
 def step_scalars(hyper: Hyper, t: float, scale: float, coefficient: float) -> list[float]:
-    """struct StepScalars of csrc/adamw_math.h: what an update needs that no element changes, in float64."""
+    """struct StepScalars of csrc/adamw_math.h: what an update needs that no element changes, in float64; then 32
+    bits of ``t`` in halves, which float32 holds too."""
     lr = float(hyper.lr)
     return [
         scale,
@@ -87,6 +88,8 @@ def step_scalars(hyper: Hyper, t: float, scale: float, coefficient: float) -> li
         -lr / (1 - power(hyper.beta1, t)),
         1 / math.sqrt(1 - power(hyper.beta2, t)),
         hyper.eps,
+        int(t) & 0xFFFF,
+        int(t) >> 16 & 0xFFFF,
     ]
 
 

@@ -1,0 +1,36 @@
+// Compiled once for all native modules: pybind11 is what takes longest to compile here.
+#include "bindings.h"
+
+#include <pybind11/stl.h>
+
+namespace fa {
+
+void bind_tables(py::module_& m) {
+  m.def("set_tensor_class", [](py::object cls) { set_tensor_class(cls.ptr()); });
+  m.def("has_exchange_api", &has_exchange_api);
+
+  py::class_<Place>(m, "Place", py::module_local())
+      .def(py::init([](int type, int index) { return Place{type, index}; }), py::arg("type"), py::arg("index"));
+  py::class_<Hyper>(m, "Hyper", py::module_local())
+      .def(py::init(&hyper_from), py::arg("hyper"), py::arg("device_lr") = 0, py::arg("device_lr_is_double") = false);
+  py::class_<Executor>(m, "Executor", py::module_local());
+
+  py::class_<Table>(m, "Table", py::module_local())
+      .def(py::init<py::list, std::vector<int>, py::object, Place, std::vector<uint32_t>, int, uint64_t>())
+      .def("accept", &Table::accept)
+      .def("collect", &Table::collect)
+      .def("sizes", &Table::sizes)
+      .def("accumulate", &Table::accumulate)
+      .def("sum_up", &Table::sum_up)
+      .def("measure_gradients", &Table::measure_gradients)
+      .def("prepare", &Table::prepare)
+      .def("step", &Table::step)
+      .def("step_row", &Table::step_one)
+      .def("drop_gradients", &Table::drop_gradients)
+      .def("release", &Table::release);
+
+  m.def("accumulate_lists", &accumulate_lists);
+  m.def("step_lists", &step_lists);
+}
+
+}  // namespace fa
