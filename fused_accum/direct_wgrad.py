@@ -124,7 +124,7 @@ class DirectLinear(_Direct):
             tokens_in = x.reshape(-1, x.shape[-1])
             slot = session.slots[id(weight)]
             pair = (tokens_in, tokens_out) if ctx.transposed else (tokens_out, tokens_in)
-            with session.adding:
+            with session.lock:
                 buffer, first = session.acquire(slot, weight)
                 add_product(buffer, *pair, first)
                 session.added(slot, weight)
@@ -133,7 +133,7 @@ class DirectLinear(_Direct):
             if slot is None:
                 db = tokens_out.sum(0).to(bias.dtype)
             elif _wanted(ctx, 2, session.run().name_of(bias)):
-                with session.adding:
+                with session.lock:
                     buffer, first = session.acquire(slot, bias)
                     add_row_sum(buffer, tokens_out, first)
                     session.added(slot, bias)
@@ -159,7 +159,7 @@ class DirectEmbedding(_Direct):
         if _wanted(ctx, 1, session.run().name_of(weight)):
             (index,) = ctx.saved_tensors
             slot = session.slots[id(weight)]
-            with session.adding:
+            with session.lock:
                 buffer, first = session.acquire(slot, weight)
                 if first:
                     session.clear(weight)

@@ -92,7 +92,7 @@ class GraphTasks:
 
     def unfinished(self) -> bool:
         """Whether a task has added to gradients and then failed. (A nested one is awaited in its outer backward.)"""
-        return any(task.touched and task.alive() is None for task in self.running.values()) or (
+        return any(task.touched and task.alive() is None for task in list(self.running.values())) or (
             bool(self.awaited) and current_task_id() == -1
         )
 
