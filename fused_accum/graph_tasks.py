@@ -96,6 +96,11 @@ class GraphTasks:
             bool(self.awaited) and current_task_id() == -1
         )
 
+    def concurrent(self, task: Task) -> bool:
+        """Whether another backward runs, in another thread: neither within ``task`` nor around it."""
+        others = [other for other in list(self.running.values()) if other is not task and not other.nested]
+        return not task.nested and any(other.alive() is not None for other in others)
+
     def forget_failures(self) -> None:
         self.awaited.clear()
         for id, task in list(self.running.items()):

@@ -7,7 +7,6 @@ its place, a fresh one or one that somebody put there, moves it into the buffer.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -58,7 +57,6 @@ class InBackward(WindowInGrad):
         self.direct: list[Slot] = []  # of parameters that get their gradients directly
         self.direct_backwards = 0  # how many backwards of this window had such gradients
         self.check_direct = False
-        self.lock = threading.RLock()  # for backwards in several threads: buffers are made, and added to directly
         weakref.finalize(run, remove_hooks, self.slots).atexit = False
 
     # -- hooks ----------------------------------------------------------------------------------------------
@@ -178,17 +176,16 @@ class InBackward(WindowInGrad):
     def buffer(self, slot: Slot, bucket: Bucket, row: int) -> Tensor:
         """The parameter's buffer, to be written from scratch; a new one while somebody still holds the contents
         of the old one (as ``g = p.grad; p.grad = None``), or after a cast."""
-        with self.lock:
-            p, accum = bucket.params[row], bucket.accums[row]
-            if accum is not None:
-                held = slot.view() if slot.window == self.window else None
-                cast = accum.shape != p.shape or PARAMETER_DTYPES[bucket.dtypes[row]] != p.dtype
-                if cast or (held is not None and held is not p.grad):
-                    bucket.accums[row] = None
-                    bucket.allocate([row])
-            else:  # all at once: they then lie in few slabs
-                bucket.allocate([i for i, q in enumerate(bucket.params) if bucket.accums[i] is None and trains(q)])
-            return bucket.accums[row]
+        p, accum = bucket.params[row], bucket.accums[row]
+        if accum is not None:
+            held = slot.view() if slot.window == self.window else None
+            cast = accum.shape != p.shape or PARAMETER_DTYPES[bucket.dtypes[row]] != p.dtype
+            if cast or (held is not None and held is not p.grad):
+                bucket.accums[row] = None
+                bucket.allocate([row])
+        else:  # all at once: they then lie in few slabs
+            bucket.allocate([i for i, q in enumerate(bucket.params) if bucket.accums[i] is None and trains(q)])
+        return bucket.accums[row]
 
     def expose(self, slot: Slot, bucket: Bucket, row: int, again: bool = False) -> None:
         """Set p.grad to the buffer, which now holds the window's sum; ``again`` where we took it out ourselves."""
