@@ -94,9 +94,14 @@ class GraphTasks:
 
     def unfinished(self) -> bool:
         """Whether a task has added to gradients and then failed. (A nested one is awaited in its outer backward.)"""
-        return any(task.touched and task.alive() is None for task in self.running.values()) or (
+        return any(task.touched and task.alive() is None for task in list(self.running.values())) or (
             bool(self.awaited) and current_task_id() == -1
         )
+
+    def concurrent(self, task: Task) -> bool:
+        """Whether another backward runs, in another thread: neither within ``task`` nor around it."""
+        others = [other for other in list(self.running.values()) if other is not task and not other.nested]
+        return not task.nested and any(other.alive() is not None for other in others)
 
     def forget_failures(self) -> None:
         self.awaited.clear()

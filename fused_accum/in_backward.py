@@ -7,7 +7,6 @@ its place, a fresh one or one that somebody put there, moves it into the buffer.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -58,7 +57,6 @@ class InBackward(WindowInGrad):
         self.direct: list[Slot] = []  # of parameters that get their gradients directly
         self.direct_backwards = 0  # how many backwards of this window had such gradients
         self.check_direct = False
-        self.adding = threading.Lock()  # held where a buffer is added to directly, by whichever thread's backward
         weakref.finalize(run, remove_hooks, self.slots).atexit = False
 
     # -- hooks ----------------------------------------------------------------------------------------------

@@ -178,6 +178,12 @@ class WindowInGrad:
             return
         run.refuse_half_applied("backward")
         run.stepped_in_backward = False
+        if len(self.tasks.running) > 1 and self.tasks.concurrent(task):
+            raise RuntimeError(
+                "two backward passes at once, in different threads, while accumulating in backward: torch does not "
+                "lock what its hooks do, and gradients would be lost; run one backward at a time (a lock around it), "
+                "or call accumulate() after them, without accumulate_in_backward(). zero_grad() drops the window"
+            )
         if len(self.tasks.running) > 1 and self.tasks.unfinished():
             # Discarded in between, if all that is there now was put there by this backward.
             if any(self.holds(slot) for slot in self.slots.values()):

@@ -128,6 +128,6 @@ def test_a_compiled_training_step_is_compiled_once(fresh_dynamo, device, mode, l
             frames.append(counter.frame_count)
         runs.append(list(model.parameters()))
     assert frames[-1] == frames[50 + 4], "recompiled while only numbers changed"
-    assert frames[-1] <= 8  # what the parts of the function need, with floats first taken for constants
+    assert frames[-1] <= 12  # what the parts of the function need, with floats first taken for constants
     for p, q in zip(*runs):
         torch.testing.assert_close(p, q)
