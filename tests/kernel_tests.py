@@ -46,7 +46,6 @@ PRECISION = (
     "versions_of_masters_are_bumped",
     "words_are_those_of_seed_step_parameter_and_element",
     "layout_in_memory_does_not_matter",
-    "resumed_runs_have_the_same_bits",
     "masters_with_max_grad_norm_equal_fp32_adamw_with_clip",
     "dtypes_and_groups",
     "norm_of_each_parameter",
