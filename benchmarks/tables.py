@@ -91,6 +91,19 @@ def overhead() -> str:
     return table(["tensors", *map(str, every)], [tuple(line(*pair)) for pair in peers.items()])
 
 
+def fidelity() -> str:
+    """After the last step: the distance from the fp32 run of every run in bf16."""
+    found = rows("fidelity", "run", "step")
+    last = max(step for _, step in found)
+    return table(
+        ["bf16 run", "distance from the fp32 run", "times nearer than torch's", "nearer in"],
+        [
+            (run, f"{row['distance'][1]:.3f}", times(row["nearer"]), f"{row['nearer_in']} of {row['seeds']} seeds")
+            for (run, step), row in found.items() if step == last
+        ],
+    )  # fmt: skip
+
+
 def machine() -> str:
     """What the newest results were measured on."""
     facts = max((results(name)[-1]["environment"] for name in ("kernels", "window", "overhead")),
@@ -108,6 +121,7 @@ TABLES = {
     "kernels with masters": lambda: kernels("bf16+fp32", "bf16+split"),
     "windows": windows,
     "overhead": overhead,
+    "fidelity": fidelity,
 }
 
 
