@@ -91,19 +91,17 @@ class DirectLinear(_Direct):
             tokens_in = x.reshape(-1, x.shape[-1])
             slot = session.slots[id(weight)]
             pair = (tokens_in, tokens_out) if ctx.transposed else (tokens_out, tokens_in)
-            with session.adding:
-                buffer, first = session.acquire(slot, weight)
-                add_product(buffer, *pair, first)
-                session.added(slot, weight)
+            buffer, first = session.acquire(slot, weight)
+            add_product(buffer, *pair, first)
+            session.added(slot, weight)
         if ctx.needs_input_grad[2]:
             slot = session.slots.get(id(bias))
             if slot is None:
                 db = tokens_out.sum(0).to(bias.dtype)
             elif _wanted(ctx, 2, session.run().name_of(bias)):
-                with session.adding:
-                    buffer, first = session.acquire(slot, bias)
-                    add_row_sum(buffer, tokens_out, first)
-                    session.added(slot, bias)
+                buffer, first = session.acquire(slot, bias)
+                add_row_sum(buffer, tokens_out, first)
+                session.added(slot, bias)
         return dx, None, db, None, None, None
 
 
@@ -126,11 +124,10 @@ class DirectEmbedding(_Direct):
         if _wanted(ctx, 1, session.run().name_of(weight)):
             (index,) = ctx.saved_tensors
             slot = session.slots[id(weight)]
-            with session.adding:
-                buffer, first = session.acquire(slot, weight)
-                if first:
-                    session.clear(weight)
-                backend = session.run().find(weight)[0].backend
-                backend.scatter_rows(buffer, index.reshape(-1).long(), g.reshape(-1, g.shape[-1]), ctx.padding)
-                session.added(slot, weight)
+            buffer, first = session.acquire(slot, weight)
+            if first:
+                session.clear(weight)
+            backend = session.run().find(weight)[0].backend
+            backend.scatter_rows(buffer, index.reshape(-1).long(), g.reshape(-1, g.shape[-1]), ctx.padding)
+            session.added(slot, weight)
         return (None,) * 4
