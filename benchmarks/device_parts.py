@@ -99,9 +99,8 @@ def measure_kernels(run: Run) -> None:
     sizes = [5000] if run.emulated else [64 << 20, 256 << 20]
     chosen = []
     for backend in working(run.device):
-        for kind, (_, master) in kernels.WEIGHTS.items():
-            if master is None or backends.registry()[backend].keeps_weights:
-                chosen += [(backend, kind, name) for name, kernel in kernels.KERNELS.items() if kind in kernel.bytes]
+        for kind in kernels.WEIGHTS:
+            chosen += [(backend, kind, name) for name, kernel in kernels.KERNELS.items() if kind in kernel.bytes]
     limit = run.limit(len(sizes) * len(chosen))
     for numel in sizes:
         for backend, kind, name in chosen:

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from . import backends, checks
 from .rows import Rows
-from .state import LOW_PRECISION, MASTER, PARAMETER_DTYPES, PLAIN, SPLIT, Hyper
+from .state import LOW_PRECISION, PARAMETER_DTYPES, Hyper
 
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "scale", "coefficient")
 
@@ -167,10 +167,10 @@ def _check_adamw_masters(
 # -- implementations -----------------------------------------------------------------------------------------------
 
 
-def _by_backend(tensors: Sequence[Tensor], weights: int = PLAIN) -> dict[backends.Backend, list[int]]:
+def _by_backend(tensors: Sequence[Tensor]) -> dict[backends.Backend, list[int]]:
     rows: dict[backends.Backend, list[int]] = {}
     for i, t in enumerate(tensors):
-        rows.setdefault(backends.choose("auto", t.device, weights)[0], []).append(i)
+        rows.setdefault(backends.choose("auto", t.device)[0], []).append(i)
     return rows
 
 
@@ -203,8 +203,7 @@ def _adamw(
 ):  # fmt: skip
     _check_adamw(params, grads, accums, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, hyper)
     lr, beta1, beta2, eps, weight_decay, scale, coefficient = hyper.tolist()
-    weights = PLAIN if not len(masters) else SPLIT if masters[0].dtype == torch.int16 else MASTER
-    for backend, rows in _by_backend(params, weights).items():
+    for backend, rows in _by_backend(params).items():
         own, sums = _pick(params, rows), _pick(accums, rows)
         table = Rows(
             params=own,

@@ -222,7 +222,7 @@ class Runtime:
     def choose(self, device: torch.device) -> tuple[backends.Backend, str]:
         if device.type == "meta":  # a gradient there is refused; the parameter may be materialized before it has one
             return backends.registry()["reference"], "no data yet"
-        return backends.choose(self.options.backend, device, self.options.weights)
+        return backends.choose(self.options.backend, device)
 
     def collect(self, groups: Sequence[dict[str, Any]], buffers: bool) -> tuple[list[Bucket], int]:
         """Validate all gradients of all buckets before anything changes; returns the buckets and their count."""

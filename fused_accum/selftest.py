@@ -81,9 +81,8 @@ def compare(backend: str, device: torch.device) -> tuple[list[Tensor], float]:
     """All that the backend left, over dtypes, window lengths and options, and its largest error in eps."""
     everything: list[Tensor] = []
     worst = 0.0
-    knows = backends.registry()[backend].keeps_weights
     for dtype, microbatches, flip, kept in itertools.product(DTYPES, MICROBATCHES, (False, True), KEPT):
-        if kept and (not knows or dtype not in ((torch.bfloat16,) if "split" in kept.values() else LOW_PRECISION)):
+        if kept and dtype not in ((torch.bfloat16,) if "split" in kept.values() else LOW_PRECISION):
             continue
         options = {"amsgrad": flip, "maximize": flip, "lr": 0.1, "weight_decay": 0.3, **kept}
         ours, theirs = (run(name, device, dtype, microbatches, options) for name in (backend, "reference"))

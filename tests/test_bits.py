@@ -123,8 +123,6 @@ def test_some_parameters_miss_some_micro_batches(on):
 @pytest.mark.parametrize(("dtype", "options"), WEIGHTS.values(), ids=WEIGHTS)
 def test_master_weights_and_stochastic_rounding(on, dtype, options, grad_layout):
     """From the gradient, from the buffer and from both; all layouts of a parameter; other dtypes among them."""
-    if not registry()[on[0]].keeps_weights:
-        pytest.skip(f"{on[0]} refuses {', '.join(options)}")
     params = [parameter(values(LAYOUT_SHAPE, dtype), layout) for layout in PARAMETER_LAYOUTS]
     params += [torch.nn.Parameter(values(s, d)) for s, d in [((), dtype), ((1030,), dtype), ((5,), torch.float32)]]
     turn = iter(range(100))
@@ -145,7 +143,7 @@ def test_infinities_and_nans_go_where_they_go_on_the_cpu(on):
 
     params = [torch.nn.Parameter(values((9,), dtype)) for dtype in DTYPES.values()]
     same_runs(on, params, gradients, lr=0.1, amsgrad=True, windows=4)
-    for dtype, options in WEIGHTS.values() if registry()[on[0]].keeps_weights else ():
+    for dtype, options in WEIGHTS.values():
         same_runs(on, [torch.nn.Parameter(values((9,), dtype))], gradients, lr=0.1, windows=4, **options)
 
 
@@ -175,16 +173,10 @@ def low_precision(kept, *shapes):
     return [torch.nn.Parameter(values(shape, dtype)) for dtype in dtypes for shape in shapes]
 
 
-def needs_weights(on):
-    if not registry()[on[0]].keeps_weights:
-        pytest.skip(f"{on[0]} refuses master weights and stochastic rounding")
-
-
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
 @every_way_to_keep
 def test_kept_weights(on, kept, amsgrad):
     """From the gradient, the buffer, and both."""
-    needs_weights(on)
     turn = iter(range(100))
 
     def gradients(params):
@@ -199,14 +191,12 @@ def test_kept_weights(on, kept, amsgrad):
 @pytest.mark.parametrize("grad", [torch.float32, torch.float64], ids=["grad-fp32", "grad-fp64"])
 @every_way_to_keep
 def test_kept_weights_with_other_dtypes(on, kept, grad):
-    needs_weights(on)
     options = {"accum_dtype": torch.bfloat16, "state_dtype": None, "lr": 0.3}
     same_runs(on, low_precision(kept, (65,), (4100,)), dense(grad), windows=2, **options, **kept)
 
 
 @every_way_to_keep
 def test_kept_weights_in_layouts(on, kept):
-    needs_weights(on)
     params = [parameter(values(LAYOUT_SHAPE, torch.bfloat16), layout) for layout in PARAMETER_LAYOUTS]
     same_runs(on, params, dense(), windows=2, lr=0.1, amsgrad=True, **kept)
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 from harness import assert_same_run, assert_unchanged, copies, micro_batches, parameters, run_window, snapshot, values
 
-from fused_accum import backends
-
 KINDS = {
     "bf16-fp32": (torch.bfloat16, {"master_weights": "fp32"}),
     "bf16-split": (torch.bfloat16, {"master_weights": "split"}),
@@ -19,8 +17,6 @@ KINDS = {
 @pytest.mark.filterwarnings("ignore:the scales of this window")
 @pytest.mark.parametrize("masters", ["fp32", "split"])
 def test_masters_with_max_grad_norm_equal_fp32_adamw_with_clip(make, on, device, masters):
-    if not backends.registry()[on[0]].keeps_weights:
-        pytest.skip(f"{on[0]} refuses master weights")
     torch.manual_seed(4)
     shapes = [(65,), (130, 7), ()]
     params = [torch.nn.Parameter(values(s, device=device).bfloat16()) for s in shapes]
@@ -55,8 +51,6 @@ def test_masters_with_max_grad_norm_equal_fp32_adamw_with_clip(make, on, device,
 @pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=KINDS)
 def test_what_is_skipped_leaves_no_trace(make, on, device, dtype, options, skip):
     """Parameters, masters, moments and counts (and so the random numbers to come): those of a run without it."""
-    if not backends.registry()[on[0]].keeps_weights:
-        pytest.skip(f"{on[0]} refuses master weights and stochastic rounding")
     params = parameters((65,), (9, 7), dtype=dtype, device=device)
     start = copies(params), copies(params)
     opt, clean = (make(own, lr=0.1, weight_decay=0.3, skip_nonfinite=skip, **options) for own in start)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fused_accum import FusedAccumAdamW, backends
+from fused_accum import FusedAccumAdamW
 
 pytestmark = pytest.mark.filterwarnings("error")
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -21,8 +21,8 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], 
 
 @pytest.fixture
 def make(on):
-    """FusedAccumAdamW on the backend under test; skips those that refuse stochastic rounding."""
-    if on[1] != "cpu" or not backends.registry()[on[0]].keeps_weights:
+    """FusedAccumAdamW on the backend under test; skips GPUs."""
+    if on[1] != "cpu":
         pytest.skip(f"{on[0]} on {on[1]} does not round CPU tensors by chance")
     return lambda params, **options: FusedAccumAdamW(
         params, **{"backend": on[0], "stochastic_rounding": True, **options}

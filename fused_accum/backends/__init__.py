@@ -8,7 +8,6 @@ from functools import cache
 
 import torch
 
-from ..state import PLAIN
 from .base import Backend, Rows
 
 __all__ = ["Backend", "Rows", "choose", "registry", "select"]
@@ -19,9 +18,6 @@ _MODULES = {
     "cpu": ".cpu",
     "reference": ".reference",
 }
-
-
-_NO_WEIGHTS = "has no kernels for master_weights and stochastic_rounding"
 
 
 @cache
@@ -41,23 +37,15 @@ def select(name: str, device: torch.device | str) -> Backend:
     return backends[name]
 
 
-def choose(name: str, device: torch.device | str, weights: int = PLAIN) -> tuple[Backend, str]:
-    """The backend to use for ``device`` and why: ``name`` itself, or for "auto" the first that works.
-
-    weights: what 16-bit parameters keep beside them, of fused_accum.state.
-    """
+def choose(name: str, device: torch.device | str) -> tuple[Backend, str]:
+    """The backend to use for ``device`` and why: ``name`` itself, or for "auto" the first that works."""
     if name != "auto":
-        backend = select(name, device)
-        if weights != PLAIN and not backend.keeps_weights:
-            raise RuntimeError(f"backend {name!r} {_NO_WEIGHTS}: use backend='cuda', or 'cpu' for CPU tensors")
-        return backend, "asked for"
+        return select(name, device), "asked for"
     passed_over = []
     for backend in registry().values():
         if not backend.meant_for(torch.device(device)):
             continue
         reason = backend.why_not(torch.device(device))
-        if reason is None and weights != PLAIN and not backend.keeps_weights:
-            reason = f"it {_NO_WEIGHTS}"
         if reason is None:
             why = "; ".join(passed_over) or "the fastest for this device"
             if backend.name == "reference":

@@ -18,7 +18,6 @@ class Backend:
     bucket_type: type[Bucket] = Bucket
     skips_on_device = False  # whether an update obeys ``Factors.skip``, so that the host need not know
     scales_on_device = False  # whether its buckets take a micro-batch's factor as a float64 tensor on their device
-    keeps_weights = True  # whether it knows master weights and stochastic rounding
 
     def why_not(self, device: torch.device) -> str | None:
         """None when this backend works for tensors on ``device`` here, else the reason and the remedy."""
