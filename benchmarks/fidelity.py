@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks import JobError, results
 from benchmarks.batches import MicroBatches, Windows
 from benchmarks.gpt import GPT
-from benchmarks.harness import estimate, ratio
+from benchmarks.harness import Estimate, estimate, ratio
 from benchmarks.loops import explicit, torch_adamw
 from benchmarks.text import Text, load_text
 from fused_accum import FusedAccumAdamW
@@ -39,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 MUST_BE_NEARER = [name for name, options in OPTIONS.items() if "master_weights" in options]
 BETAS = (0.9, 0.95)
+FIGURES = {"distance": 4, "nearer": 2, "loss": 4}  # digits
 
 
 class Size(NamedTuple):
@@ -51,12 +52,14 @@ class Size(NamedTuple):
     microbatches: int
     steps: int
     seeds: int
-    max_bytes: int = 4 << 20
+    max_bytes: int = 1 << 20
+    held_out: int = 8192
     compared: tuple[float, ...] = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
 
 
-FULL = Size(width=64, layers=2, context=64, passages=4, microbatches=4, steps=300, seeds=6)
-QUICK = Size(width=32, layers=1, context=32, passages=4, microbatches=2, steps=60, seeds=3, max_bytes=1 << 19)
+FULL = Size(width=48, layers=2, context=64, passages=2, microbatches=4, steps=200, seeds=6)
+QUICK = Size(width=32, layers=1, context=32, passages=2, microbatches=4, steps=60, seeds=3, held_out=1024,
+             compared=(0.1, 0.25, 0.5, 1.0))  # fmt: skip
 
 
 class Trained:
@@ -110,7 +113,7 @@ def compared(size: Size, seed: int, text: Text, lr: float, backend: str, device:
     model = model.to(torch.bfloat16).float().to(device)
     micro_batches = MicroBatches(text.train, size.passages, seed)
     windows = Windows(size.microbatches, micro_batches.per_pass)
-    held_out = MicroBatches(text.held_out.spread(8192), 16, seed)
+    held_out = MicroBatches(text.held_out.spread(size.held_out), 64, seed)
     whole = Windows(1, held_out.per_pass)
     to_score = [held_out.get(k, whole, device) for k in range(held_out.per_pass)]
     taking_part = runs(model, lr, backend)
@@ -163,8 +166,7 @@ def as_table(rows: list[dict[str, Any]]) -> str:
     headers = ["bf16 run", "distance from fp32", "x nearer than torch", "loss minus fp32's"]
     last = [row for row in rows if row["step"] == row["steps"]]
     return results.table(headers, [
-        [row["run"], results.show(row["distance"], 4), results.show(row["nearer"]), results.show(row["loss"], 4)]
-        for row in last
+        [row["run"], *(results.show(Estimate(*row[key]), digits) for key, digits in FIGURES.items())] for row in last
     ])  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Settings:
     seed: int = 0
     optimizer: str = "fused"
     compare: bool = False
-    mode: str = "explicit"
+    mode: str = "direct"
     backend: str = "auto"
     eval_every: int = 40
     eval_bytes: int = 32768

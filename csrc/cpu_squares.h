@@ -15,7 +15,9 @@ namespace {
 // __builtin_convertvector of floats into halves that wait for one another.
 #if defined(__AVX512F__)
 using Doubles = __m512d;
-inline Doubles doubles(const float* x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
+inline Doubles doubles(const float* x) {
+  return _mm512_maskz_cvtps_pd(0xff, _mm256_loadu_ps(x));  // all lanes: gcc 12 warns of the plain one's own insides
+}
 inline Doubles doubles(const double* x) { return _mm512_loadu_pd(x); }
 #elif defined(__AVX2__)
 using Doubles = __m256d;

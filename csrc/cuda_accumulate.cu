@@ -27,7 +27,7 @@ __device__ __forceinline__ void accumulate_pieces(const char* grad, char* accum,
     if (kAdd) A::template decode<T, kCount>(a[k], accum_dtype, sum);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      if (scale.nothing) sum[j] = kAdd ? sum[j] : T(0);
+      if ((!kAdd || kSquares) && scale.nothing) sum[j] = kAdd ? sum[j] : T(0);
       else sum[j] = kAdd ? add_contribution(sum[j], scale.value, x[j]) : first_contribution(scale.value, x[j]);
     }
     if (!kSquares || writes) {
@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(kThreads, 4) accumulate_rows(const __grid_cons
   const char* grad = G::at(data[kGrad], part.start, grad_dtype);
   char* accum = A::at(data[kAccum], part.start, accum_dtype);
   const Scale<T> scale(table);
+  if (kAdd && !kSquares && scale.nothing) return;  // here, where it costs no register
   const bool writes = !kSquares || data[kAccum];
   typename Shared<T>::Unit* units = nullptr;
   if constexpr (kSquares) {

@@ -10,6 +10,7 @@ namespace fa {
 
 inline void throw_unless_success(cudaError_t error, const char* expression, const char* file, int line) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // or the check of the next launch would find this one
   throw std::runtime_error(std::string(cudaGetErrorName(error)) + " (" + cudaGetErrorString(error) + ") from " +
                            expression + " at " + file + ":" + std::to_string(line));
 }

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import pipeline
 from .direct_wgrad import DirectHandle
 from .entry import one_graph_break
 from .in_backward import Handle
@@ -14,6 +13,7 @@ from .main_grad import MainGrad
 from .runtime import Runtime
 from .scale_loss import scale_loss
 from .step_in_backward import StepInBackward
+from .window import number
 
 
 class BackwardModes:
@@ -110,7 +110,10 @@ class BackwardModes:
 
         Args:
             loss: any tensor with a graph; not mutated.
-            scale, weight: number or 0-dim tensor, finite, >= 0; all losses of a window have a weight or none has.
+            scale, weight: number or 0-dim tensor, finite, >= 0; all losses of a window have a weight or none has. A
+                tensor on a GPU stays there and is not checked: nothing waits for it, where ``step`` need not know
+                the sum on the host (backend "cuda", no clipping, skipping or GradScaler); a weight of 0 then sends
+                zeros down, and a window of them is dropped without a warning.
 
         Returns:
             ``scale * weight * loss``.
@@ -120,7 +123,8 @@ class BackwardModes:
             ValueError: scale or weight out of range; weights mixed with none (a backward without ``scale_loss`` in a
                 weighted window raises when it finishes, and ``step`` then until ``zero_grad``).
         """
-        scale, weight = pipeline.host_factors(scale, weight)
+        scale = number("scale", scale)
+        weight = None if weight is None else number("weight", weight)
         with self._run.exclusive("scale_loss"):
             self._run.refuse_missing_hooks("scale_loss")
             if self._run.backward is None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
@@ -38,16 +39,17 @@ class _Finish:
 
 class Task:
     """One backward pass. touched: it has added to a gradient. replaced: it found a ``p.grad`` that was not where it
-    had been put. direct: it has added to buffers directly. scale, weight: what ``scale_loss`` gave it. nested: it
-    runs within another."""
+    had been put. direct: it has added to buffers directly, on these ``streams`` of devices. scale, weight: what
+    ``scale_loss`` gave it. nested: it runs within another."""
 
-    __slots__ = ("alive", "direct", "id", "nested", "replaced", "scale", "touched", "weight")
+    __slots__ = ("alive", "direct", "id", "nested", "replaced", "scale", "streams", "touched", "weight")
 
     def __init__(self, id: int, alive: weakref.ref, nested: bool) -> None:
         self.id, self.alive, self.nested = id, alive, nested
         self.touched = self.replaced = self.direct = False
-        self.scale: float | None = None
-        self.weight: float | None = None
+        self.streams: set[Any] = set()
+        self.scale: float | Tensor | None = None
+        self.weight: float | Tensor | None = None
 
 
 class GraphTasks:
@@ -123,6 +125,7 @@ class GraphTasks:
                 own.touched = own.touched or task.touched
                 own.replaced = own.replaced or task.replaced
                 own.direct = own.direct or task.direct
+                own.streams |= task.streams
 
         handles += [node.register_prehook(heard) for node, _ in outer.next_functions if node is not None]
 

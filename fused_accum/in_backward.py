@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, streams
 from .graph_tasks import GraphTasks
 from .slots import (
     RequiringGrad,
@@ -146,6 +146,7 @@ class InBackward(WindowInGrad):
         buffer is then to be overwritten, and ``expose`` to be called."""
         if current_task_id() != self.tasks.pulse.task:
             self.tasks.touch()
+        slot.stream = streams.after(slot.stream, p.device)
         bucket, row = self.run().find(p)
         g = p.grad
         if g is not None and self.ready is not None and g._version != slot.version:
@@ -161,7 +162,10 @@ class InBackward(WindowInGrad):
 
     def added(self, slot: Slot, p: Tensor) -> None:
         """After ``acquire`` and the addition: p.grad is the buffer."""
-        self.tasks.running[current_task_id()].direct = True
+        task = self.tasks.running[current_task_id()]
+        task.direct = True
+        if slot.stream is not None:
+            task.streams.add(slot.stream)
         slot.contributions += 1
         if p.grad is None:
             self.expose(slot, *self.run().find(p))

@@ -43,7 +43,8 @@ def checked_skip_nonfinite(value: Any) -> str | None:
 class Factors(NamedTuple):
     """What a step on a device is told without waiting for it; None: nothing.
 
-    clip: 0-dim float64, multiplies the coefficient. skip: 0-dim float32, not 0 where nothing is to be updated.
+    clip: 0-dim float64, multiplies the coefficient (of clipping, or of the sum of weights). skip: 0-dim float32, not
+    0 where nothing is to be updated.
     """
 
     clip: Tensor | None

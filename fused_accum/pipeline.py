@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from . import checks, norms
+from . import checks, norms, window
 from .buckets import Bucket
 from .state import Hyper, complete
-from .window import host_number, refuse_dimensions
+from .window import host_number
 
 if TYPE_CHECKING:
     from .optimizer import FusedAccumAdamW
@@ -25,24 +24,15 @@ def host_factors(scale: Any, weight: Any) -> tuple[float, float | None]:
     return host_number("scale", scale), None if weight is None else host_number("weight", weight)
 
 
-def lies_on_device(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type != "cpu"
-
-
 def factors_of(opt: FusedAccumAdamW, scale: Any, weight: Any) -> tuple[float | Tensor, float | Tensor | None]:
     """As ``host_factors``, but what lies on a device stays there, as float64, where all kernels read it there."""
-    there = [f for f in (scale, weight) if lies_on_device(f)]
+    there = [f for f in (scale, weight) if window.on_device(f)]
     if not there or opt._run.backward is not None or hasattr(opt, "found_inf"):
         return host_factors(scale, weight)
     buckets = opt._run.buckets(opt.param_groups)
     if not all(b.backend.scales_on_device and b.device == f.device for b in buckets for f in there):
         return host_factors(scale, weight)
-
-    def checked(name: str, value: Any) -> float | Tensor:
-        refuse_dimensions(name, value)
-        return value.detach().to(torch.float64) if lies_on_device(value) else host_number(name, value)
-
-    return checked("scale", scale), None if weight is None else checked("weight", weight)
+    return window.number("scale", scale), None if weight is None else window.number("weight", weight)
 
 
 def _factor(scale: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
@@ -122,7 +112,7 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
         if run.backward is None and found and not found_inf and _rejected(opt, buckets, _factor(scale, weight)):
             buckets, found = run.collect(opt.param_groups, buffers=False)
         total = run.window.total_weight(weight if found else None)
-        if isinstance(total, Tensor) and run.options.measures and on_host(opt, buckets):
+        if isinstance(total, Tensor) and not _divides_on_device(opt, buckets, amp is not None):
             total = float(total)
         if found_inf or (_is_zero(total) and run.window.microbatches):
             return _abandon_window(opt, buckets, found_inf)
@@ -180,6 +170,12 @@ def on_host(opt: FusedAccumAdamW, buckets: list[Bucket]) -> bool:
     """Whether a step must know the norm on the host: for parameters there, or for a backend that cannot skip."""
     skips = opt._run.options.skip_nonfinite == "step"
     return any(b.device.type == "cpu" or (skips and not b.backend.skips_on_device) for b in buckets)
+
+
+def _divides_on_device(opt: FusedAccumAdamW, buckets: list[Bucket], scaled: bool) -> bool:
+    """Whether a sum of weights may stay on its device, where 0 is nothing to divide by and skips the update."""
+    waits = scaled or (opt._run.options.measures and on_host(opt, buckets))
+    return not waits and all(bucket.backend.skips_on_device for bucket in buckets)
 
 
 def _judge(

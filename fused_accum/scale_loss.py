@@ -18,11 +18,13 @@ class ScaleLoss(torch.autograd.Function):
     """``factor * loss``, whose backward tells the session what it is weighted with, first of all its nodes."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, session: weakref.ref, scale: float, weight: float | None) -> Tensor:
+    def forward(
+        ctx: Any, loss: Tensor, session: weakref.ref, scale: float | Tensor, weight: float | Tensor | None
+    ) -> Tensor:
         ctx.session, ctx.scale, ctx.weight = session, scale, weight
         ctx.factor = scale if weight is None else scale * weight
         ctx.set_materialize_grads(False)
-        return loss * ctx.factor
+        return times(loss, ctx.factor)
 
     @staticmethod
     @never_compiled
@@ -31,10 +33,18 @@ class ScaleLoss(torch.autograd.Function):
         if session is not None:
             session.record(ctx.scale, ctx.weight)
         # Of a factor of 0 no gradient at all goes down, so that none can turn 0 into NaN.
-        return (None if grad is None or ctx.factor == 0 else grad * ctx.factor), None, None, None
+        nothing = grad is None or (not isinstance(ctx.factor, Tensor) and ctx.factor == 0)
+        return (None if nothing else times(grad, ctx.factor)), None, None, None
 
 
-def scale_loss(session: InBackward, loss: Tensor, scale: float, weight: float | None) -> Tensor:
+def times(x: Tensor, factor: float | Tensor) -> Tensor:
+    """In the dtype of x, whatever the dtype of the factor."""
+    return x * (factor.to(x.dtype) if isinstance(factor, Tensor) else factor)
+
+
+def scale_loss(
+    session: InBackward, loss: Tensor, scale: float | Tensor, weight: float | Tensor | None
+) -> Tensor:
     """``scale * weight * loss``; see ``FusedAccumAdamW.scale_loss``."""
     session.expect(weight)
     return ScaleLoss.apply(loss, weakref.ref(session), scale, weight)

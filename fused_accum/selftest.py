@@ -89,7 +89,9 @@ def compare(backend: str, device: torch.device) -> tuple[list[Tensor], float]:
         ours, theirs = (run(name, device, dtype, microbatches, options) for name in (backend, "reference"))
         worst = max(worst, *(error_in_eps(a, b) for a, b in zip(ours, theirs, strict=True)))
         everything += ours
-    return everything, worst
+    ours, theirs = (scattered(name, device) for name in (backend, "reference"))
+    worst = max(worst, *(error_in_eps(a, b) for a, b in zip(ours, theirs, strict=True)))
+    return everything + ours, worst
 
 
 def run(
@@ -119,6 +121,19 @@ def run(
     if options.get("master_weights") == "split":  # halves near a tie may differ by a whole unit of the parameter
         weights = [rounding.joined(p.detach(), optimizer.state[p]["master"]) for p in params]
     return left + weights + saved_tensors(optimizer)
+
+
+def scattered(backend: str, device: torch.device) -> list[Tensor]:
+    """Buffers to which an embedding's gradient was added, in rows of 128 bits and odd ones."""
+    random = torch.Generator().manual_seed(0)
+    left = []
+    for dtype, width in itertools.product(DTYPES, (64, 33)):
+        total = torch.randn(20, width, generator=random).to(device, torch.promote_types(dtype, torch.float32))
+        index = torch.randint(20, (100,), generator=random).to(device)
+        grad = torch.randn(100, width, generator=random).to(device, dtype)
+        backends.registry()[backend].scatter_rows(total, index, grad, 3)
+        left.append(total)
+    return left
 
 
 def saved_tensors(optimizer: FusedAccumAdamW) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -83,12 +83,13 @@ class Slot(Hook):
     window: number of the window in which it was set.
     backward: how many backwards had finished when it was set.
     version: of that tensor after the last addition, while weights are recorded.
+    stream: of a device, that something was added to the buffer on directly.
     contributions: additions to the buffer, in this window, of a parameter that gets them directly.
     """
 
     __slots__ = (
         "__weakref__", "backward", "contributions", "grad_dtype", "handle", "owner",
-        "param", "view", "window",
+        "param", "stream", "view", "window",
     )  # fmt: skip
 
     def __init__(self, p: Tensor, session: InBackward) -> None:
@@ -96,6 +97,7 @@ class Slot(Hook):
         self.param, self.owner = weakref.ref(p), weakref.ref(session)
         self.window = self.backward = -1
         self.contributions = 0
+        self.stream: Any = None
         self.view: Callable[[], Tensor | None] = lambda: None
         self.grad_dtype: torch.dtype | None = None  # what to restore, if it was changed
         self.handle: torch.utils.hooks.RemovableHandle | None = None

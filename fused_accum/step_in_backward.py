@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from . import streams
 from .buckets import BY_GRAD
 from .graph_tasks import Task
 from .in_backward import InBackward, Slot
@@ -32,7 +33,7 @@ class StepInBackward:
         self.opt, self.run = opt, opt._run
         self.session: InBackward | None = None
         self.task: Task | None = None  # the backward that updates
-        self.weight: float | None = None  # that the window had when the first parameter was updated
+        self.weight: float | Tensor | None = None  # of this micro-batch, when the first parameter was updated
         self.coefficient: float | None = None  # None: nothing to divide by, so no update
         self.done: set[int] = set()
 
@@ -100,22 +101,22 @@ class StepInBackward:
                 f"step_in_backward(): parameter {self.run.name_of(p)} got a gradient from a second backward; it "
                 "holds one, that of the window's last micro-batch: put the others before it"
             )
-        if self._total(task) != self.weight:
+        if task.weight is not self.weight:
             raise RuntimeError(
                 "step_in_backward(): a second scale_loss() in this backward added weight after parameters had been "
                 "updated; scale the sum of the losses once"
             )
         self.done.add(id(p))
+        streams.after(slot.stream, p.device)
         bucket, row = self.run.find(p)
         if self.coefficient is not None and (p.grad is not None or bucket.present[row]):
             bucket.step_row(row, self.opt.state, self.opt.param_groups, self.coefficient)
 
     def _begin(self, task: Task) -> None:
         self.run.window.refuse_mixing(task.weight)
-        self.task, self.weight = task, self._total(task)
-        if self.weight != 0:
-            self.coefficient = 1.0 if self.weight is None else 1.0 / self.weight
-
-    def _total(self, task: Task) -> float | None:
+        self.task, self.weight = task, task.weight
         total = self.run.window.total_weight(task.weight)
-        return None if total is None else float(total)
+        if total is None:
+            self.coefficient = 1.0
+        elif (total := float(total)) != 0:  # waits for a sum on a device, once: rows are launched with a number
+            self.coefficient = 1.0 / total

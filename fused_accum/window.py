@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -34,6 +35,18 @@ def host_number(name: str, value: Any) -> float:
         hint = "to ascend, construct the optimizer with maximize=True" if number < 0 else "skip this micro-batch"
         raise ValueError(f"{name} is {number}; it must be finite and not negative ({hint})")
     return number
+
+
+def on_device(value: Any) -> bool:
+    """Whether ``value`` is a tensor on a GPU, which reading it here would wait for."""
+    return isinstance(value, Tensor) and value.device.type == "cuda"
+
+
+def number(name: str, value: Any) -> float | Tensor:
+    """As ``host_number``; but what a GPU holds stays there, as float64, and is not looked at."""
+    if on_device(value) and value.dim() == 0:
+        return value.detach().to(torch.float64, copy=True)
+    return host_number(name, value)
 
 
 class Window:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from . import streams
 from .graph_tasks import GraphTasks, Task
 from .slots import ALL, NOTHING, VERSIONS, Slot
 
@@ -115,7 +116,7 @@ class WindowInGrad:
 
     # -- weights ----------------------------------------------------------------------------------------------
 
-    def expect(self, weight: float | None) -> None:
+    def expect(self, weight: float | Tensor | None) -> None:
         """A loss is being given a weight, or none: raises ValueError where the open window has it otherwise."""
         self.settle()
         window = self.run().window
@@ -125,13 +126,13 @@ class WindowInGrad:
                 self.audit()
             self.watch(self._note_version)
 
-    def record(self, scale: float, weight: float | None) -> None:
+    def record(self, scale: float | Tensor, weight: float | Tensor | None) -> None:
         """The running backward is that of a scaled loss; it counts once it has finished."""
         task = self.tasks.enter()
         if weight is None:
             task.scale = scale
         else:
-            task.weight = (task.weight or 0.0) + weight
+            task.weight = weight if task.weight is None else task.weight + weight
 
     def _note_version(self, slot: Slot, p: Tensor) -> None:
         """After a hook, while weights are recorded: autograd's addition raises the version by one."""
@@ -196,6 +197,7 @@ class WindowInGrad:
         return slot.window == self.window and p is not None and p.grad is not None and p.grad is slot.view()
 
     def _finished(self, task: Task) -> None:
+        streams.after_all(task.streams)  # the caller's are the current ones here
         run = self.run()
         if run is None:
             return

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 from harness import values
-from oracle import Micro
+from oracle import Micro, Oracle
 from torch import Tensor
 
 
@@ -59,3 +59,15 @@ def is_alias(opt, p: Tensor) -> bool:
 
 def buffers_read_zero(opt) -> bool:
     return all(not accum.buffer.any() for accum in opt._run.export().values())
+
+
+def window(opt, params, oracle: Oracle, count: int = 3, absent=()) -> None:
+    """One whole window while accumulating in backward, checked against the oracle."""
+    micros = gradients(params, count, absent)
+    run_backwards(params, micros)
+    oracle.window(micros)
+    opt.step()
+    oracle.check()
+    assert all(p.grad is None for p in params)
+    assert buffers_read_zero(opt)
+    assert opt.pending == (0, 0.0)

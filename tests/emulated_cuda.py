@@ -1,6 +1,8 @@
 """The CUDA kernels and their launcher on the emulator, for what other backends do not have. Run by
 test_cuda_emulated.py."""
 
+import warnings
+
 import cuda_emulated
 import pytest
 import torch
@@ -8,7 +10,7 @@ from harness import copies, params_of, values
 from oracle import same_bits
 
 from fused_accum import FusedAccumAdamW
-from fused_accum.backends import cuda
+from fused_accum.backends import cuda, registry
 
 EMULATION = cuda_emulated.EMULATION
 CPU = torch.device("cpu")
@@ -106,6 +108,8 @@ def test_errors_throw_with_expression_and_place_and_the_device_is_restored(emula
         opt.step()
     assert emulation.device() == 1
     assert all(same_bits(p, x) for p, x in zip(params, before))
+    opt.step()  # the error is over
+    assert not any(same_bits(p, x) for p, x in zip(params, before))
 
 
 @pytest.mark.parametrize("after", range(3))
@@ -223,6 +227,114 @@ def test_counts_on_the_device_are_those_of_the_host(emulation):
     assert float(ends[1][1]) == 4
 
 
+def test_weights_in_device_memory_are_never_read_by_the_host(emulation, monkeypatch):
+    """From scale_loss() to the update; a sum of 0 updates and counts nothing."""
+    from fused_accum import window as books
+
+    def read(*_):
+        raise AssertionError("the host waits for the device")
+
+    monkeypatch.setattr(books, "on_device", lambda value: isinstance(value, torch.Tensor))
+    emulation.steps_on_device(True)
+    start = parameters((5000,), (33,))
+    ends = []
+    for on_device in (False, True):
+        params = copies(start)
+        opt = FusedAccumAdamW(params, lr=0.1, backend="cuda")
+        opt.accumulate_in_backward()
+        with monkeypatch.context() as patch:
+            if on_device:
+                for name in ("item", "tolist", "__float__", "__bool__", "__int__", "numpy"):
+                    patch.setattr(torch.Tensor, name, read)
+            for weights in ((3.0, 5.0), (2.0, 7.0), (0.0, 0.0)):
+                for weight in weights:
+                    loss = sum((p * p).sum() for p in params)
+                    weight = torch.full((), weight, dtype=torch.float64) if on_device else weight
+                    opt.scale_loss(loss, weight=weight).backward()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    opt.step()
+        ends.append([t for p in params for t in (p, opt.state[p]["step"], opt.state[p]["exp_avg_sq"])])
+    assert all(same_bits(a, b) for a, b in zip(*ends))
+    assert float(ends[1][1]) == 2
+
+
+# -- rows added by index -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "tokens", "rows", "offset"), [
+    (512, 300, 40, 0), (512, 300, 1, 0), (516, 100, 7, 0), (513, 100, 1000, 0), (64, 9, 3, 1), (1, 5, 2, 0),
+    (300, 500, 5, 0),
+])  # fmt: skip
+@pytest.mark.parametrize(("accum", "grad"), [
+    ("float32", "float32"), ("float32", "bfloat16"), ("float32", "float64"), ("bfloat16", "float16"),
+    ("float64", "float32"),
+])  # fmt: skip
+def test_scattered_rows_have_the_bits_of_the_cpu(emulation, width, tokens, rows, offset, accum, grad):
+    """Rows that one token names and that all name; pieces that are wide, and single elements where rows are not
+    aligned; a row that is left out; in any order of threads."""
+    total = torch.randn(rows * width + offset)[offset:].view(rows, width).to(getattr(torch, accum))
+    if offset:
+        total = torch.cat([total.flatten()[:1], total.flatten()])[1:].view(rows, width)
+    index, given = torch.randint(rows, (tokens,)), torch.randn(tokens, width).to(getattr(torch, grad))
+    left_out = int(index[0]) if rows > 3 else None
+    expected, before = total.clone(), total.clone()
+    registry()["cpu"].scatter_rows(expected, index, given, left_out)
+    emulation.check_races(True)
+    for seed in (0, 7):
+        emulation.seed(seed)
+        total.copy_(before)
+        cuda.BACKEND.scatter_rows(total, index, given, left_out)
+        assert same_bits(total, expected)
+    assert {launch.kind for launch in emulation.launches()} == {"ScatterJob"}
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(3, 100), (30_000, 100), (3, 1000)])
+def test_the_cost_of_scattered_rows_is_that_of_their_tokens(emulation, rows, tokens):
+    """Elements read and written, and blocks: none for rows that no token names."""
+    total, index, given = torch.zeros(rows, 8), torch.arange(tokens) % 3, torch.randn(tokens, 8)
+    written, read = emulation.phantom(total), emulation.phantom(given)
+    cuda.BACKEND.scatter_rows(total, index, given, None)
+    (launch,) = emulation.launches()
+    assert launch.grid == -(-tokens * 2 // launch.block)
+    assert emulation.phantom_counts(written) == (24, 24, 0)
+    assert emulation.phantom_counts(read) == (tokens * 8, 0, 0)
+
+
+def test_scattered_rows_go_to_a_device_and_stream(emulation):
+    emulation.set_device(1)
+    total, grad, index = torch.zeros(2, 4), torch.ones(3, 4), torch.tensor([0, 0, 1])
+    order = torch.arange(3)
+    stream = emulation.stream(2)
+    cuda._C.scatter_rows(total, index.data_ptr(), order.data_ptr(), grad, -1, 2, stream)
+    (launch,) = emulation.launches()
+    assert (launch.device, launch.stream != 0, emulation.device()) == (2, True, 1)
+    assert total.tolist() == [[2.0] * 4, [1.0] * 4]
+    emulation.fail("launch", ILLEGAL_ADDRESS)
+    with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
+        cuda._C.scatter_rows(total, index.data_ptr(), order.data_ptr(), grad, -1, 2, stream)
+    assert emulation.device() == 1
+
+
+@pytest.mark.parametrize(("accum", "grad", "words"), [
+    (torch.zeros(2, 4), torch.ones(3, 5), "rows of one length"),
+    (torch.zeros(4, 2).t(), torch.ones(3, 4), "contiguous matrices"),
+    (torch.zeros(2, 4), torch.ones(3, 4).double(), "both be float64"),
+    (torch.zeros(2, 4), torch.ones(12), "contiguous matrices"),
+])  # fmt: skip
+def test_matrices_that_do_not_fit_are_refused(emulation, accum, grad, words):
+    index = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=words):
+        cuda._C.scatter_rows(accum, index.data_ptr(), index.data_ptr(), grad, -1, 0, 0)
+    assert emulation.launches() == []
+
+
+def test_indices_that_no_row_has_add_nothing(emulation):
+    total = torch.zeros(2, 4)
+    cuda.BACKEND.scatter_rows(total, torch.tensor([1, -1, 2, 1]), torch.ones(4, 4), None)
+    assert total.tolist() == [[0.0] * 4, [2.0] * 4]
+
+
 # -- more than 2^31 elements (reported case 22), with memory that is recorded and not touched ----------------------
 
 
@@ -296,6 +408,19 @@ def test_strided_rows_beyond_31_bits(emulation, large):
     assert read == written > n // SAMPLE
     assert again == 0
     assert_ends_were_written(emulation, to, n)
+
+
+def test_scattered_rows_beyond_31_bits(emulation, large):
+    """The last row of a buffer, and all of a gradient, of more than 2^31 elements."""
+    (accum, to), (grad, source) = large(torch.float32), large(torch.bfloat16)
+    width = LARGE // 8
+    index = torch.tensor([7, 3, 0, 6, 5, 4, 1, 2])
+    cuda.BACKEND.scatter_rows(accum.view(8, width), index, grad.view(8, width), None)
+    emulation.launches()
+    count, _, _ = emulation.phantom_counts(source)
+    assert count > LARGE // (2 * SAMPLE)
+    assert emulation.phantom_counts(to) == (count, count, 0)
+    assert_ends_were_written(emulation, to)
 
 
 def assert_ends_were_written(emulation, phantom, numel=LARGE):

@@ -9,7 +9,7 @@ from harness import copies, params_of, values
 from oracle import same_bits
 from torch import Tensor
 
-from fused_accum import FusedAccumAdamW, pipeline
+from fused_accum import FusedAccumAdamW, pipeline, window
 from fused_accum.backends import cuda
 
 SHAPES = [(65,), (), (0,), (13, 17), (5000,)]
@@ -159,7 +159,7 @@ PLANS = {  # of windows: (scale, weight) of their micro-batches; NaN where the f
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_scales_and_weights_on_the_device(nothing_read, monkeypatch, plan, dtype, clip):
     """The bits of the same numbers on the host: also where a factor, or a whole window's weight, is 0."""
-    monkeypatch.setattr(pipeline, "lies_on_device", lambda value: isinstance(value, NeverRead))
+    monkeypatch.setattr(window, "on_device", lambda value: isinstance(value, NeverRead))
     layout = values((9, 8), dtype).t()  # and a row that is not in line
     start = [torch.nn.Parameter(layout if clip is None else values((5000,), dtype))]
     start += [torch.nn.Parameter(values((65,), dtype)) for _ in range(2 if clip is None else 0)]
@@ -188,7 +188,7 @@ def test_scales_and_weights_on_the_device(nothing_read, monkeypatch, plan, dtype
 
 
 def test_scales_are_checked_for_their_shape(monkeypatch):
-    monkeypatch.setattr(pipeline, "lies_on_device", lambda value: isinstance(value, NeverRead))
+    monkeypatch.setattr(window, "on_device", lambda value: isinstance(value, NeverRead))
     _, gpu = make()
     with pytest.raises(ValueError, match=r"weight is a tensor of shape \(2,\)"):
         gpu.accumulate(weight=on_device([1.0, 2.0]))

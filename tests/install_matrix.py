@@ -130,6 +130,7 @@ class Matrix:
         self.folder, self.made = folder, 0
         self.wheels: dict[str, Path] = {}
         self.environments: dict[tuple, Path] = {}
+        self.built: Path | None = None
         if sdist:
             self.sdist = sdist
         if wheel:
@@ -159,11 +160,17 @@ class Matrix:
         self.made += 1
         return self.folder / str(self.made)
 
-    def clone(self) -> Path:
-        """What git has of the tree, and nothing built."""
+    def clone(self, isolated: bool) -> Path:
+        """What git has of the tree, and nothing built; without isolation, with the objects of the clone before, which
+        the same compiler made with the same commands: ninja sees that."""
         folder = self.new_folder()
         ignored = shutil.ignore_patterns("*.so", "*_build_failure.json", "__pycache__", ".*", "build", "runs")
-        return Path(shutil.copytree(ROOT, folder, ignore=ignored))
+        shutil.copytree(ROOT, folder, ignore=ignored)
+        if not isolated:
+            if self.built and (self.built / "build").exists():
+                shutil.copytree(self.built / "build", folder / "build")
+            self.built = folder
+        return folder
 
     def python(self, version: str) -> Any:
         found = sys.executable if version == THIS else find_python(version)
@@ -274,9 +281,11 @@ WAYS = {
     "wheel by uv": by_uv(lambda matrix, case: matrix.wheel(case.python), "--offline"),
     "sdist": by_pip(lambda matrix, _: matrix.sdist, "--no-cache-dir"),
     "sdist by uv": by_uv(lambda matrix, _: matrix.sdist),
-    "clone without isolation": by_pip(lambda matrix, _: matrix.clone(), "--no-build-isolation"),
-    "editable": by_pip(lambda matrix, _: f"--editable={matrix.clone()}"),
-    "editable without isolation": by_pip(lambda matrix, _: f"--editable={matrix.clone()}", "--no-build-isolation"),
+    "clone without isolation": by_pip(lambda matrix, _: matrix.clone(isolated=False), "--no-build-isolation"),
+    "editable": by_pip(lambda matrix, _: f"--editable={matrix.clone(isolated=True)}"),
+    "editable without isolation": by_pip(
+        lambda matrix, _: f"--editable={matrix.clone(isolated=False)}", "--no-build-isolation"
+    ),
 }
 
 
@@ -292,14 +301,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--torch", metavar="SITE-PACKAGES", action="append", default=[],
                         help="also with the torch there, and the same wheel if the Python is the same; repeatable")
     parser.add_argument("--wheel", type=Path, help="one that was built before, to save that time")
-    parser.add_argument("--only", metavar="WORD", default="", help="only rows with this in their name")
+    parser.add_argument("--only", metavar="WORD", action="append", help="only rows so named; repeatable")
     options = parser.parse_args(argv)
     cases = [*FAST, *([] if options.fast else FULL), *map(with_torch, options.torch)]
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(Path(folder).resolve(), wheel=options.wheel)
         for case in cases:
-            if options.only not in case.name:
+            if options.only and not any(word in case.name for word in options.only):
                 continue
             start = time.monotonic()
             try:

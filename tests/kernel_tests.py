@@ -28,6 +28,8 @@ NAMES = (
     "amsgrad_switched_on_and_off",
     "inference_mode",
     "versions_are_bumped",
+    "dtypes_of_scattered_rows",
+    "rows_that_no_token_names_are_not_touched",
     "replaced_parameters_refresh_the_masters",
     "split_is_exact_and_rounds_ties_away",
     "words_are_those_of_seed_step_parameter_and_element",
@@ -35,7 +37,7 @@ NAMES = (
     "not_finite_without_skipping_is_as_in_torch",
 )
 
-# Of master weights, stochastic rounding, clipping and skipping.
+# Of master weights, stochastic rounding, clipping and skipping, and of an embedding's gradient added directly.
 PRECISION = (
     "everything_at_once",
     "replaced_parameters_refresh_the_masters",
@@ -55,6 +57,7 @@ PRECISION = (
     "one_micro_batch",
     "large_gradients_are_finite",
     "a_rejected_micro_batch_does_not_count",
+    "buffer_dtypes",
 )
 
 

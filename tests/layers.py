@@ -5,6 +5,10 @@ import copy
 import torch
 from torch import Tensor, nn
 
+LARGE = {"lr": 0.1, "weight_decay": 0.3}
+# Of a sum, by its gradients' dtype.
+RTOL = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
 
 class Conv1D(nn.Module):
     """transformers' layer, as it is there: y = x W + b with W (in, out)."""
@@ -59,3 +63,20 @@ def exact_gradients(model: nn.Module, batches) -> dict[str, Tensor]:
     for batch in batches:
         loss_of(twin, batch.double() if batch.is_floating_point() else batch).backward()
     return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+
+
+def covered(make, model: nn.Module, check: bool = True, **options):
+    """An optimizer under LARGE for the model, and the handle of direct_wgrad(), with its self-check."""
+    opt = make(model.named_parameters(), **LARGE, **options)
+    return opt, opt.direct_wgrad(model, check=check)
+
+
+def assert_sums(model, exact, dtype=None):
+    """p.grad, the window's sum, against float64."""
+    for name, p in model.named_parameters():
+        if name not in exact:
+            assert p.grad is None, name
+            continue
+        rtol = RTOL[dtype or p.dtype]
+        atol = rtol * float(exact[name].abs().max())
+        torch.testing.assert_close(p.grad.double(), exact[name], rtol=rtol, atol=atol)

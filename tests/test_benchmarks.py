@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import harness, kernels, overhead, peers, results, window
+from benchmarks import harness, kernels, loops, modes, overhead, peers, results, window
 from benchmarks.harness import Estimate, Limit, NotEqual, Variant
 from fused_accum import FusedAccumAdamW
 
@@ -22,6 +22,8 @@ CPU = torch.device("cpu")
 # One thread: on a busy machine torch's threads wait for each other at every one of thousands of tiny operations.
 TINY = {
     kernels: ["--numel", "5000", "--rounds", "7", "--threads", "1"],
+    modes: ["--tokens", "6", "9", "--width", "16", "--layers", "1", "--vocabulary", "50", "--microbatches", "3",
+            "--rounds", "3", "--threads", "1"],
     overhead: ["--tensors", "1", "3", "--rounds", "7", "--threads", "1"],
     window: ["--shrink", "32", "--microbatches", "1", "3", "--rounds", "3", "--threads", "1"],
 }
@@ -38,6 +40,8 @@ FLOORS = {
 KEYS = {
     kernels: {"kernel", "dtype", "numel", "bytes_per_parameter", "ms", "gb_per_s", "add_gb_per_s", "fraction_of_add",
               "torch", "torch_ms", "speedup", "equal", "rounds"},
+    modes: {"tokens", "mode", "microbatches", "parameters", "rounds", "ms", "torch_ms", "speedup", "gradient_bytes",
+            "torch_gradient_bytes", "equal"},
     overhead: {"call", "tensors", "torch", "cold", "us", "torch_us", "part", "speedup", "equal", "rounds"},
     window: {"list", "dtype", "microbatches", "peer", "tensors", "parameters", "bytes_per_parameter", "ms", "peer_ms",
              "speedup", "exact", "fastest_exact", "equal", "rounds"},
@@ -243,6 +247,7 @@ def test_rows_cover_every_kernel_call_and_window(written):
     with_masters = [(k, d) for d in ("bf16+fp32", "bf16+split") for k in FLOORS if k.startswith("step")]
     expected = [(k, d) for d in ("fp32", "bf16") for k in FLOORS] + with_masters
     assert [(r["kernel"], r["dtype"]) for r in rows[kernels]] == expected
+    assert [(r["tokens"], r["mode"]) for r in rows[modes]] == [(n, mode) for n in (6, 9) for mode in loops.MODES]
     assert {(r["call"], r["tensors"]) for r in rows[overhead]} == {
         (call, n) for call in ("accumulate", "step") for n in (1, 3)
     }
@@ -253,6 +258,13 @@ def test_rows_cover_every_kernel_call_and_window(written):
         for dtype in ("fp32", "bf16", "bf16+fp32", "bf16+split")
         for n in (1, 3)
     }
+
+
+def test_modes_count_gradient_memory(written):
+    for row in json.loads(written[modes][0].read_text())["rows"]:
+        size = 4 * row["parameters"]
+        assert row["torch_gradient_bytes"] == size
+        assert row["gradient_bytes"] == size * (2 if row["mode"] == "explicit" else 1)  # p.grad beside the buffer
 
 
 def test_windows_say_which_peer_is_exact(written):

@@ -1,5 +1,6 @@
 """GradScaler with clipping and skipping, and token weights with both: step for step as torch.optim.AdamW."""
 
+import contextlib
 import copy
 import math
 
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("error", "ignore:the scales of this wind
 LARGE = {"lr": 0.3, "weight_decay": 0.3}
 MODES = ["plain", "in backward", "direct"]
 OPTIONS = [{}, {"max_grad_norm": 0.1}, {"max_grad_norm": 0.1, "skip_nonfinite": "step"}]
+BY_HAND = "clip_grad_norm_"  # in between, as with any optimizer: where backward accumulates, p.grad is the sum
 
 
 def net(device):
@@ -31,9 +33,11 @@ def assert_close(a, b, opt, torchs):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscaled first"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("unscale", "options"), [*((u, o) for u in (False, True) for o in OPTIONS), (True, BY_HAND)], ids=str
+)
 def test_parity_with_inf_in_every_place(make, device, mode, fused, unscale, options):
+    by_hand, options = options == BY_HAND, {} if options == BY_HAND else options
     count = 1 if mode == "plain" else 3
     models = [net(device)]
     models.append(copy.deepcopy(models[0]))
@@ -55,7 +59,7 @@ def test_parity_with_inf_in_every_place(make, device, mode, fused, unscale, opti
                 scaler.scale(model(x).square().mean() / count).backward()
             if unscale or i == 1:
                 scaler.unscale_(opt)
-            if i == 1 and options:
+            if by_hand or (i == 1 and options):
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             scaler.step(opt)
             scaler.update()
@@ -72,7 +76,7 @@ def test_parity_with_inf_in_every_place(make, device, mode, fused, unscale, opti
                      suppress_health_check=list(hypothesis.HealthCheck))  # fmt: skip
 @hypothesis.given(
     windows=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any), min_size=2, max_size=3),
-    mode=st.sampled_from(["explicit", "folded", "in backward", "direct"]),
+    mode=st.sampled_from(["explicit", "folded", "in backward", "direct", "step in backward"]),
     amp=st.booleans(),
     max_norm=st.sampled_from([None, 0.05, 1e3]),
     tensor=st.booleans(),
@@ -84,11 +88,14 @@ def test_any_split_equals_one_big_batch(make, device, windows, mode, amp, max_no
     torch.manual_seed(seed)
     model = net(device)
     twin = copy.deepcopy(model).double()
-    opt = make(model.parameters(), max_grad_norm=max_norm, skip_nonfinite="step", **LARGE)
+    inside = mode == "step in backward"  # which knows no norm, and no scaler
+    max_norm, amp = (None, False) if inside else (max_norm, amp)
+    skip = None if inside else "step"
+    opt = make(model.parameters(), max_grad_norm=max_norm, skip_nonfinite=skip, **LARGE)
     torchs = torch.optim.AdamW(twin.parameters(), **LARGE)
     if mode == "in backward":
         opt.accumulate_in_backward()
-    elif mode == "direct":
+    elif mode in ("direct", "step in backward"):
         opt.direct_wgrad(model)
     explicit = mode in ("explicit", "folded")
     scaler = torch.amp.GradScaler(device, init_scale=2.0**8, enabled=amp and not explicit)
@@ -98,7 +105,9 @@ def test_any_split_equals_one_big_batch(make, device, windows, mode, amp, max_no
             weight = torch.tensor(len(x) * unit, dtype=torch.float64) if tensor else len(x) * unit
             loss = model(x).square().mean()  # NaN of no tokens
             if not explicit:
-                scaler.scale(opt.scale_loss(loss, weight=weight)).backward()
+                last = inside and k == len(xs) - 1
+                with opt.step_in_backward() if last else contextlib.nullcontext():
+                    scaler.scale(opt.scale_loss(loss, weight=weight)).backward()
                 continue
             loss.backward()
             if mode == "folded" and k == len(xs) - 1:
@@ -107,7 +116,7 @@ def test_any_split_equals_one_big_batch(make, device, windows, mode, amp, max_no
                 opt.accumulate(weight=weight)
         if mode == "explicit":
             opt.step()
-        elif not explicit:
+        elif not explicit and not inside:
             scaler.step(opt)
             if scaler.is_enabled():
                 scaler.update()
@@ -115,7 +124,7 @@ def test_any_split_equals_one_big_batch(make, device, windows, mode, amp, max_no
         norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), max_norm or math.inf)
         torchs.step()
         torchs.zero_grad()
-        assert float(opt.grad_norm) == pytest.approx(float(norm), rel=1e-4)
+        assert inside or float(opt.grad_norm) == pytest.approx(float(norm), rel=1e-4)
         for p, q in zip(model.parameters(), twin.parameters()):
             for name, rtol in (("exp_avg", 1e-3), ("exp_avg_sq", 2e-3)):
                 want = torchs.state[q][name]
@@ -123,3 +132,30 @@ def test_any_split_equals_one_big_batch(make, device, windows, mode, amp, max_no
                     opt.state[p][name].double(), want, rtol=rtol, atol=1e-4 * float(want.abs().max())
                 )
             q.data.copy_(p.detach())  # each window is judged alone
+
+
+@pytest.mark.parametrize("mode", ["in backward", "direct"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_change_of_scale_in_mid_window_is_refused(make, device, mode, weighted):
+    """By the scaler, which has looked for no inf yet; the window goes on with the one scale."""
+    models = [net(device)]
+    models.append(copy.deepcopy(models[0]))
+    opts = make(models[0].parameters(), **LARGE), torch.optim.AdamW(models[1].parameters(), **LARGE)
+    opts[0].accumulate_in_backward() if mode == "in backward" else opts[0].direct_wgrad(models[0])
+    scalers = [torch.amp.GradScaler(device, init_scale=2.0**8, growth_interval=1) for _ in range(2)]
+    for _ in range(3):
+        for k in range(2):
+            x = values((5, 4), device=device, spread=False)
+            losses = [model(x).square().mean() for model in models]
+            ours = opts[0].scale_loss(losses[0], weight=5) if weighted else losses[0] / 2
+            for scaler, loss in zip(scalers, (ours, losses[1] / 2)):
+                scaler.scale(loss).backward()
+            if k == 0:
+                with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+                    scalers[0].update()
+        for scaler, opt in zip(scalers, opts):
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+        assert_close(*models, *opts)
+    assert scalers[0].get_scale() == 2.0**11

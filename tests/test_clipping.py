@@ -1,6 +1,7 @@
 """max_grad_norm: the update of the clipped gradient of the whole window, and the norm it was clipped by."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from harness import (
 from oracle import Micro, Oracle, same_bits
 
 from fused_accum import pipeline
+from fused_accum.norms import Norms
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:the scales of this window")
 
@@ -202,6 +204,24 @@ def test_not_finite_without_skipping_is_as_in_torch(make, device, spoil):
     for p, q in zip(params, twins):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7, equal_nan=True)
     assert not opt.grad_norm.isfinite()
+
+
+def test_one_norm_of_several_devices(make, device):
+    """Each device leaves its own sums of squares; here two optimizers' stand for them."""
+    found = []
+    for shapes in [(65,), (9,)], [(500,)]:
+        params = parameters(*shapes, device=device)
+        opt = make(params, max_grad_norm=1.0)
+        run_window(opt, micro_batches(params, [(1.0, None)] * 2))
+        found.append(opt)
+    buckets = [bucket for opt in found for bucket in opt._run.built()]
+    together = Norms(buckets, coefficient=0.5)
+    expected = 0.5 * math.hypot(*(float(opt._run.norms.total()) for opt in found))
+    assert float(together.total()) == pytest.approx(expected, rel=1e-12)
+    assert together.on_host() == pytest.approx(expected, rel=1e-12)
+    assert float(together.total()) == together.on_host()
+    assert list(together.each()) == [p for opt in found for p in params_of(opt)]
+    assert math.hypot(*map(float, together.each().values())) == pytest.approx(expected, rel=1e-6)
 
 
 # -- where backward accumulates ----------------------------------------------------------------------------------

@@ -127,6 +127,14 @@ def streams(kernel: Kernel):
     return tuple([SIZES[one] for one in side] for side in stored)
 
 
+def storages_of_scatter(kernel: Kernel):
+    """Bytes of an element of the gradient and of the buffer, and the elements of a piece; None if known at launch."""
+    if not kernel.name.startswith("scatter_rows") or "AsLaunched" in kernel.name:
+        return None
+    _, grad, accum, count = kernel.arguments
+    return SIZES[grad], SIZES[accum], int(count)
+
+
 def wide_accesses(kernel: Kernel, prefix: str) -> int:
     return sum(name.startswith(prefix) and ".128" in name for name in kernel.code)
 
@@ -170,22 +178,37 @@ def test_main_loops_move_128_bits_at_a_time():
     assert seen == 3 * (20 - 4 + 34 - 4)
 
 
-def test_kernels_of_any_dtype_move_128_bits_too():
-    """Eight elements of 16 bits, or of 32 bits in two pieces, chosen at launch."""
+def test_scattered_rows_move_128_bits_at_a_time():
+    """Four tokens of a row under way together, and one; the buffer once. Or element by element."""
+    seen = 0
     for kernel in kernels():
-        if "AsLaunched" in kernel.name:
+        if (sizes := storages_of_scatter(kernel)) is None:
+            continue
+        grad, accum, count = sizes
+        once_read, once_written = grad * count // ALIGNED, accum * count // ALIGNED
+        expected = (5 * once_read + once_written, once_written)
+        assert (wide_accesses(kernel, "LDG."), wide_accesses(kernel, "STG.")) == expected, kernel[:2]
+        seen += count > 1
+    assert seen == 3 * 3
+
+
+def test_kernels_of_any_dtype_move_128_bits_too():
+    """Eight elements of 16 bits, or of 32 bits in two pieces, chosen at launch; but for what is scattered one by one,
+    where it is not aligned."""
+    for kernel in kernels():
+        if "AsLaunched" in kernel.name and not kernel.name.endswith(" 1>"):
             assert wide_accesses(kernel, "LDG.") >= 3, kernel[:2]
             assert wide_accesses(kernel, "STG.") >= 3, kernel[:2]
 
 
 def test_kernels_of_bf16_that_keeps_more_move_128_bits():
-    """Eight elements; of masters and of their halves either the one or the other."""
+    """Eight elements; masters and their halves take turns at one place."""
     seen = 0
     for kernel in kernels():
         if kernel.name.startswith("step_rows<float, As<fa::bf16>") and "AtLaunch" in kernel.arguments:
-            state, halves = 3 * [4], [2]
-            assert wide_accesses(kernel, "LDG.") >= pieces([4, 2, 2, 4, *halves, *state], 8), kernel[:2]
-            assert wide_accesses(kernel, "STG.") >= pieces([4, 2, 4, *halves, *state], 8), kernel[:2]
+            param, grad, accum, master, *state = 2, 2, 4, 4, 4, 4, 4
+            assert wide_accesses(kernel, "LDG.") >= pieces([param, grad, accum, master, *state], 8), kernel[:2]
+            assert wide_accesses(kernel, "STG.") >= pieces([param, accum, master, *state], 8), kernel[:2]
             seen += 1
     assert seen == 3 * 2
 
@@ -208,12 +231,12 @@ def test_float32_kernels_do_nothing_in_double_precision():
         double = {name.partition(".")[0] for name in kernel.code if DOUBLE.match(name)}
         if kernel.name.startswith("accumulate_rows<float") and kernel.arguments[-2] == "true":  # sums of squares
             assert double == {"F2F", "DFMA", "DADD"}, kernel[:2]
-        elif kernel.name.startswith(("accumulate_rows<float", "step_rows<float")):
+        elif kernel.name.startswith(("accumulate_rows<float", "step_rows<float", "scatter_rows<float")):
             assert not double, kernel[:2]
             seen += 1
         elif kernel.name.startswith("step_rows<double"):  # so that the pattern is known to find some
             assert double
-    assert seen == 3 * (10 + 28)
+    assert seen == 3 * (10 + 28 + 6)
 
 
 def test_float32_adamw_takes_64_registers_at_most():

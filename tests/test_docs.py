@@ -1,10 +1,11 @@
 """README.md and docs/: every Python block runs, every link leads somewhere, every command and every number is real.
 
 The ```python blocks of a page run in order in one namespace, in an empty folder; a warning from fused_accum fails
-them. Above a block, ``<!-- needs: package -->`` says without what it is skipped, ``<!-- skip: reason -->`` that it
-never runs here.
+them. Skipped, and counted, are those that import what is not installed, and those with ``<!-- skip: reason -->``
+above.
 """
 
+import ast
 import importlib.util
 import os
 import re
@@ -20,7 +21,7 @@ from benchmarks import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = tables.pages()
-BLOCK = re.compile(r"(?:^<!-- (needs|skip): ([^\n]*) -->\n+)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(?:^<!-- skip: ([^\n]*) -->\n+)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAM = r"python3? -m ((?:fused_accum|benchmarks|tests)(?:\.\w+)*)(?![\w.<])([^`\n#&|]*)"
 LONGEST_README = 200  # lines, not reached
 
@@ -33,16 +34,22 @@ class Block(NamedTuple):
     why_not: str
 
 
+def imported(code: str) -> set[str]:
+    """The packages that a block imports."""
+    nodes = list(ast.walk(ast.parse(code)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
+
+
 def blocks(page: Path) -> list[Block]:
     found = []
     text = page.read_text()
     for match in BLOCK.finditer(text):
-        kind, said, code = match.groups()
-        why_not = said if kind == "skip" else ""
-        if kind == "needs":
-            missing = [name for name in re.split(r",\s*", said) if importlib.util.find_spec(name) is None]
-            why_not = f"without {', '.join(missing)}" if missing else ""
-        found.append(Block(text[: match.start(3)].count("\n"), code, why_not))
+        said, code = match.groups()
+        missing = [name for name in imported(code) if importlib.util.find_spec(name) is None]
+        why_not = said or (f"no {', '.join(missing)} here" if missing else "")
+        found.append(Block(text[: match.start(2)].count("\n"), code, why_not))
     return found
 
 

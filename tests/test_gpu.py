@@ -134,6 +134,29 @@ def test_no_call_waits_for_the_device(on, make, gpu):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_weights_on_the_device_are_not_waited_for(on, make, gpu):
+    """In the modes where backward accumulates, from scale_loss() to step(). Not run on a GPU yet."""
+    if on[0] != "cuda":
+        pytest.skip("steps that need the sum of weights on the host")
+    params = parameters((5000,), (64, 64), device=gpu)
+    opt = make(params)
+    opt.accumulate_in_backward()
+    weights = [torch.full((), float(k), device=gpu) for k in (3, 5)]
+
+    def run_window():
+        for weight in weights:
+            opt.scale_loss(sum((p * p).sum() for p in params), weight=weight).backward()
+        opt.step()
+
+    run_window()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_window()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(opt.state[params[0]]["step"]) == 2
+
+
 # -- more than 2^31 elements ---------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_pretrain import ROOT, TINY, assert_same_end, events, interrupt_after, job, one_thread, text  # noqa: F401
+from pretraining import ROOT, TINY, assert_same_end, events, interrupt_after, job_fixture, text_fixture  # noqa: F401
 
 from benchmarks import JobError, pretrain, train_state
 from benchmarks.run_log import Log
@@ -22,7 +22,7 @@ OFTEN = {"--steps": 64, "--eval-every": 1, "--eval-bytes": 300, "--microbatches"
 
 
 @pytest.mark.slow
-def test_killed_at_20_random_moments_it_ends_with_the_same_bits(text, tmp_path):  # noqa: F811
+def test_killed_at_20_random_moments_it_ends_with_the_same_bits(text, tmp_path):
     """By the clock, after any byte of a checkpoint, before and after each call that makes it last."""
     seed = random.SystemRandom().randrange(2**32)
     options = [*TINY, *(str(x) for option in OFTEN.items() for x in option)]
@@ -39,7 +39,7 @@ def test_killed_at_20_random_moments_it_ends_with_the_same_bits(text, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(text, tmp_path_factory):  # noqa: F811
+def whole(text, tmp_path_factory):
     """The folder of the run that nothing disturbs."""
     out = tmp_path_factory.mktemp("undisturbed")
     threads = torch.get_num_threads()
@@ -105,7 +105,7 @@ SPOILS = {
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="capabilities are Linux's")
 @pytest.mark.parametrize(("spoil", "reason"), SPOILS.values(), ids=SPOILS)
-def test_training_goes_on_when_a_checkpoint_cannot_be_written(whole, job, monkeypatch, capsys, spoil, reason):  # noqa: F811
+def test_training_goes_on_when_a_checkpoint_cannot_be_written(whole, job, monkeypatch, capsys, spoil, reason):
     """To stop would throw away what only memory holds. What was saved before stays good, and is saved over later."""
     with monkeypatch.context() as patch:
         spoil_saves(patch, spoil, {2})  # of three
@@ -120,7 +120,7 @@ def test_training_goes_on_when_a_checkpoint_cannot_be_written(whole, job, monkey
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="capabilities are Linux's")
 @pytest.mark.parametrize(("spoil", "reason"), SPOILS.values(), ids=SPOILS)
 @pytest.mark.parametrize("end", ["finished", "stopped"])
-def test_a_run_whose_last_save_failed_is_an_error(whole, job, monkeypatch, capsys, spoil, reason, end):  # noqa: F811
+def test_a_run_whose_last_save_failed_is_an_error(whole, job, monkeypatch, capsys, spoil, reason, end):
     """Not the usual status, and no word of resuming from what is not there; the one before is resumed from."""
     with monkeypatch.context() as patch:
         spoil_saves(patch, spoil, {3} if end == "finished" else {2})
@@ -138,7 +138,7 @@ def test_a_run_whose_last_save_failed_is_an_error(whole, job, monkeypatch, capsy
     assert_same_end(whole, out)
 
 
-def test_a_full_device_at_the_start_is_refused(job, tmp_path, capsys):  # noqa: F811
+def test_a_full_device_at_the_start_is_refused(job, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "log.jsonl").symlink_to("/dev/full")
     job(status=1)
@@ -169,7 +169,7 @@ def test_a_log_without_room_misses_nothing_once_there_is(tmp_path):
     assert [line["step"] for line in log.events("window")] == [1, 2, 3, 4]
 
 
-def test_a_log_without_room_ends_no_training(whole, job, monkeypatch, capsys):  # noqa: F811
+def test_a_log_without_room_ends_no_training(whole, job, monkeypatch, capsys):
     """Its lines are in memory, and in the checkpoint; where they stay the run ends with an error."""
     write = Log.write
 

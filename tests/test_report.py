@@ -115,7 +115,14 @@ class Forgetful(Reference):
         super().accumulate([a for a, _ in pairs], [g for _, g in pairs], [True] * len(pairs), scale)
 
 
-@pytest.mark.parametrize("wrong", [Shrinking, Forgetful])
+class Jumbled(Reference):
+    """Adds the rows of an embedding's gradient to their neighbours."""
+
+    def scatter_rows(self, accum, index, grad, skip):
+        super().scatter_rows(accum, (index + 1) % len(accum), grad, skip)
+
+
+@pytest.mark.parametrize("wrong", [Shrinking, Forgetful, Jumbled])
 def test_selftest_finds_a_wrong_backend(monkeypatch, capsys, wrong):
     monkeypatch.setitem(registry(), "wrong", wrong())
     monkeypatch.setattr(selftest, "candidates", lambda: [("wrong", torch.device("cpu"), "")])

@@ -1,11 +1,16 @@
 """scale_loss(): scales and token weights where backward accumulates, equal to the explicit ones."""
 
+import contextlib
+import warnings
+
 import pytest
 import torch
 from backwards import Failure, gradients, loss_with, run_backwards
 from cases import WINDOWS
 from harness import buffers, copies, micro_batches, parameters
 from oracle import Oracle, same_bits, within
+
+from fused_accum import window
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -25,22 +30,64 @@ def run(opt, params, micros):
         opt.scale_loss(loss_with(params, micro.grads), micro.scale, weight=micro.weight).backward()
 
 
-@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("plan", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_windows(make, device, window, dtype):
+def test_windows(make, device, plan, dtype):
     params = parameters((65,), (13, 17), (), dtype=dtype, device=device)
     opt = make(params, **LARGE)
     oracle = Oracle(opt)
     opt.accumulate_in_backward()
     for _ in range(3):
-        micros = micro_batches(params, window)
+        micros = micro_batches(params, plan)
         run(opt, params, micros)
-        assert opt.pending == (len(window), pytest.approx(sum(w or 0 for _, w in window)))
+        assert opt.pending == (len(plan), pytest.approx(sum(w or 0 for _, w in plan)))
         for got, want in zip(buffers(opt), oracle.accum(micros)):
             within("accum", got, want, got.dtype)
         oracle.window(micros)
         opt.step()
         oracle.check()
+
+
+@pytest.mark.parametrize("kind", ["weight", "scale", "both"])
+@pytest.mark.parametrize("inside", [False, True], ids=["step", "step-in-backward"])
+def test_factors_in_device_memory(make, device, monkeypatch, kind, inside):
+    """Tensors that are not read before the step; where there is no GPU these take their place."""
+    if device == "cpu":
+        monkeypatch.setattr(window, "on_device", lambda value: isinstance(value, torch.Tensor))
+    params = parameters((65,), (13, 17), device=device)
+    opt = make(params, **LARGE)
+    oracle = Oracle(opt)
+    opt.accumulate_in_backward()
+    chosen = {"weight": [(1.0, 3), (1.0, 5)], "scale": [(0.5, None), (0.25, None)], "both": [(0.5, 3), (2.0, 5)]}
+    for _ in range(2):
+        micros = micro_batches(params, chosen[kind])
+        factor = torch.ones((), device=device)
+        for k, micro in enumerate(micros):
+            loss = loss_with(params, micro.grads)
+            given = {} if micro.weight is None else {"weight": factor * micro.weight}
+            scaled = opt.scale_loss(loss, factor * micro.scale, **given)
+            assert scaled.dtype == loss.dtype
+            factor.fill_(1)  # what was given was taken as it was
+            with opt.step_in_backward() if inside and k == 1 else contextlib.nullcontext():
+                scaled.backward()
+        if not inside:
+            assert opt.pending == (2, pytest.approx(sum(w or 0 for _, w in chosen[kind])))
+            opt.step()
+        oracle.window(micros)
+        oracle.check()
+
+
+def test_a_window_of_weight_zero_in_device_memory_updates_nothing(opened, device, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setattr(window, "on_device", lambda value: isinstance(value, torch.Tensor))
+    params, opt = opened
+    before = [p.detach().clone() for p in params]
+    opt.scale_loss(loss_with(params, params), weight=torch.zeros((), device=device)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # only a host that knows the sum can warn
+        opt.step()
+    assert all(same_bits(p, x) for p, x in zip(params, before))
+    assert opt.pending == (0, 0.0)
 
 
 @pytest.mark.parametrize("kind", ["weight", "scale"])

@@ -1,26 +1,22 @@
 """stochastic_rounding: unbiased, and nothing but seed, step, parameter and element decides."""
 
-import copy
-import io
 import math
-import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import LAYOUT_SHAPE, LOW_PRECISION, PARAMETER_LAYOUTS
-from harness import assert_names, assert_same_run, copies, mid_window_state, parameter, parameters, params_of, values
+from harness import assert_names, assert_same_run, copies, parameter, parameters, params_of, values
 from oracle import same_bits
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
+from benchmarks.loops import MODES as LOOPS
+from benchmarks.loops import begin
 from fused_accum import FusedAccumAdamW, backends
 from fused_accum.backends import rounding
 
 pytestmark = pytest.mark.filterwarnings("error")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MODES = [mode for mode in LOOPS if mode != "explicit"]
 every_dtype = pytest.mark.parametrize("dtype", [DTYPES[name] for name in LOW_PRECISION], ids=LOW_PRECISION)
 
 
@@ -127,6 +123,42 @@ def test_threads_and_repetition_do_not_matter(make, dtype):
 
 
 @every_dtype
+def test_grouping_and_company_do_not_matter(make, dtype):
+    """One group or three, beside parameters of other dtypes, with gradients or without: the place alone counts."""
+    start = [*parameters((70,), (65,), dtype=dtype), *parameters((33,)), *parameters((129,), dtype=dtype)]
+    grads = [[values(p.shape, p.dtype) for p in start] for _ in range(3)]
+    found = []
+    for split in (False, True):
+        params = copies(start)
+        groups = [{"params": params[:1]}, {"params": params[1:3]}, {"params": params[3:]}] if split else params
+        opt = make(groups, lr=0.1)
+        for gs in grads:
+            for i, (p, g) in enumerate(zip(params, gs)):
+                p.grad = None if split and i == 0 else g.clone()
+            opt.step()
+        found.append(params[1:])
+    assert all(same_bits(p, q) for p, q in zip(*found))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@every_dtype
+def test_every_mode_has_the_same_bits(make, dtype, mode):
+    found = []
+    for how in ("explicit", mode):
+        torch.manual_seed(6)
+        model = torch.nn.Linear(6, 5).to(dtype)
+        opt = make(model.parameters(), lr=0.1, rounding_seed=4)
+        handle = begin(how, opt, model)
+        for window in (1, 3, 2):
+            for k in range(window):
+                x, g = torch.randint(-3, 3, (1, 6)).float().exp2().to(dtype), values((1, 5), dtype)
+                batch = SimpleNamespace(tokens=2**k, ends_window=k == window - 1)
+                LOOPS[how](opt, (model(x) * g).sum(), batch)
+        found.append((opt, handle))
+    assert_same_run(found[0][0], found[1][0])
+
+
+@every_dtype
 def test_seed_matters(make, dtype):
     start = parameters((1000,), dtype=dtype)
     a, b = (run(make, copies(start), rounding_seed=seed) for seed in (0, 1))
@@ -139,97 +171,6 @@ def test_layout_in_memory_does_not_matter(make, dtype, layout):
     x = values(LAYOUT_SHAPE, dtype)
     one, other = (run(make, [parameter(x, name)]) for name in ("contiguous", layout))
     assert same_bits(params_of(one)[0], params_of(other)[0])
-
-
-# -- the generator's state is the seed and ``step`` -------------------------------------------------------------
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize("open_window", [False, True], ids=["between windows", "in mid-window"])
-@every_dtype
-def test_resumed_runs_have_the_same_bits(make, dtype, open_window):
-    """Constructed without the seed: it comes from the checkpoint, as lr does."""
-    straight = run(make, parameters((65,), dtype=dtype), rounding_seed=3)
-
-    def feed(opts, call):
-        g = values((65,), dtype)
-        for opt in opts:
-            params_of(opt)[0].grad = g.clone()
-            call(opt, weight=1)
-
-    if open_window:
-        feed([straight], FusedAccumAdamW.accumulate)
-    resumed = make(copies(params_of(straight)))
-    run(lambda params, **_: resumed, params_of(resumed), windows=1)  # its rows are made, with another seed
-    with torch.no_grad():
-        params_of(resumed)[0].copy_(params_of(straight)[0])
-    resumed.load_state_dict(through_a_file(mid_window_state(straight)))
-    for _ in range(2):
-        feed((straight, resumed), FusedAccumAdamW.step)
-    feed((straight, resumed), FusedAccumAdamW.accumulate)
-    assert_same_run(straight, resumed)
-    assert mid_window_state(resumed)["param_groups"][0]["rounding_seed"] == 3
-
-
-def test_the_seed_is_in_saved_groups_alone(make):
-    opt = run(make, parameters((65,), dtype=torch.bfloat16), rounding_seed=2**64 - 1)
-    state = opt.state_dict()
-    assert set(state["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
-    plain = run(make, parameters((65,), dtype=torch.bfloat16), stochastic_rounding=False)
-    assert state["param_groups"] == [{**plain.state_dict()["param_groups"][0], "rounding_seed": 2**64 - 1}]
-    other = make(parameters((65,), dtype=torch.bfloat16))
-    other.load_state_dict(state)
-    plain.load_state_dict(state)
-    stock = torch.optim.AdamW(copies(params_of(opt)))
-    stock.load_state_dict(state)
-    assert stock.state_dict()["param_groups"] == state["param_groups"]  # on the way through torch's it is kept
-    for each in (opt, other, plain):
-        assert each.param_groups[0].keys() == torch.optim.AdamW(params_of(each)).param_groups[0].keys()
-    assert "rounding_seed" not in plain.state_dict()["param_groups"][0]
-    for again in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
-        assert again.state_dict()["param_groups"] == state["param_groups"]
-
-
-def test_a_checkpoint_without_a_seed_leaves_the_constructors(make):
-    opt = run(make, parameters((65,), dtype=torch.bfloat16), rounding_seed=5)
-    state = opt.state_dict()
-    del state["param_groups"][0]["rounding_seed"]
-    opt.load_state_dict(state)
-    assert opt.state_dict()["param_groups"][0]["rounding_seed"] == 5
-
-
-@pytest.mark.parametrize(("seeds", "words"), [((1, 2), ["rounding_seed 1, 2", "has one"]),
-                                              ((-1, -1), ["rounding_seed is -1", "2**64"]),
-                                              (("3", "3"), ["rounding_seed is '3'"])])  # fmt: skip
-def test_what_is_no_seed_is_refused_before_anything_is_loaded(make, seeds, words):
-    params = parameters((65,), (5,), dtype=torch.bfloat16)
-    opt = make([{"params": params[:1]}, {"params": params[1:]}], rounding_seed=5)
-    state = copy.deepcopy(opt.state_dict())
-    for group, seed in zip(state["param_groups"], seeds):
-        group.update(rounding_seed=seed, lr=123.0)
-    with pytest.raises(ValueError, match="rounding_seed") as caught:
-        opt.load_state_dict(state)
-    assert_names(caught.value, words)
-    assert [group["lr"] for group in opt.param_groups] == [1e-3] * 2
-    assert opt.state_dict()["param_groups"][0]["rounding_seed"] == 5
-
-
-@pytest.mark.parametrize("flatten", [False, True], ids=["plain", "flattened"])
-def test_distributed_checkpoint_state_dicts(make, flatten):
-    """A flattened one has the entries of the groups that torch knows: there the seed must be given again."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    model, twin = (torch.nn.Linear(4, 3).bfloat16() for _ in range(2))
-    opt = run(make, list(model.parameters()), rounding_seed=7)
-    other = make(twin.parameters(), rounding_seed=7 if flatten else 0)
-    saved = copy.deepcopy(get_optimizer_state_dict(model, opt, options=options))
-    set_optimizer_state_dict(twin, other, saved, options=options)
-    assert other.state_dict()["param_groups"] == opt.state_dict()["param_groups"]
 
 
 def test_other_dtypes_are_rounded_as_ever(make):

@@ -1,5 +1,6 @@
 """What torch.optim promises around a step: closures, hooks, profiler, versions, inference mode."""
 
+import copy
 
 import pytest
 import torch
@@ -217,3 +218,30 @@ def test_methods_called_on_a_wrapper(make, device):
     wrapper.step(scale=0.25)
     assert opt.pending == (0, 0.0)
     oracle.check()
+
+
+def test_load_state_dict_on_a_wrapper_loads_the_optimizer(make, device):
+    """torch's loading assigns ``state`` and ``param_groups``: on Lightning's wrapper they would stay there."""
+    params = parameters((65,), device=device)
+    opt = make(params, lr=0.5)
+
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+            self.__class__ = type("Wrapped", (Wrapper, type(optimizer)), {})
+
+        def __getattr__(self, name):
+            return getattr(self.optimizer, name)
+
+    wrapper = Wrapper(opt)
+    params[0].grad = values((65,), device=device)
+    opt.step()
+    saved = copy.deepcopy(wrapper.state_dict())
+    params[0].grad = values((65,), device=device)
+    opt.step()
+    opt.param_groups[0]["lr"] = 0.1
+    wrapper.load_state_dict(saved)
+    assert vars(wrapper) == {"optimizer": opt}
+    assert opt.param_groups[0]["lr"] == 0.5
+    assert float(opt.state[params[0]]["step"]) == 1
+    assert same_bits(opt.state[params[0]]["exp_avg"], saved["state"][0]["exp_avg"])

@@ -65,6 +65,16 @@ def warps_of(threads: int) -> int:
     return threads // triton.runtime.driver.active.get_current_target().warp_size
 
 
+@cache
+def bound() -> dict[str, int]:
+    """How many registers a thread that updates may have, where that can be said."""
+    import triton
+
+    if triton.knobs.runtime.interpret or triton.runtime.driver.active.get_current_target().backend != "cuda":
+        return {}
+    return {"maxnreg": kernels().REGISTERS}
+
+
 def on(device: torch.device) -> AbstractContextManager:
     """Makes ``device`` the current one; the interpreter on the CPU needs numpy's warnings off instead."""
     if device.type != "cpu":
@@ -84,11 +94,11 @@ class Launch(NamedTuple):
     programs: int
     block: int
 
-    def run(self, kernel: Any, *arguments: Tensor) -> None:
+    def run(self, kernel: Any, *arguments: Tensor, **options: int) -> None:
         constants = (triton_dtypes()[c] if isinstance(c, torch.dtype) else c for c in self.constants)
         kernel[(self.programs,)](
             self.table, self.blocks, *arguments, *constants, BLOCK=self.block,
-            num_warps=warps_of(kernels().THREADS), enable_fp_fusion=False,
+            num_warps=warps_of(kernels().THREADS), enable_fp_fusion=False, **options,
         )  # fmt: skip
 
     def add_up(self, partials: Tensor) -> None:
@@ -256,7 +266,7 @@ class Triton(Backend):
                     at = scalars.add(rows.groups[i], float(steps[i]), rows)
                     add_update(batch, rows, i, at)
                 for launch in self._launches(batch, device):
-                    launch.run(kernels().adamw_kernel, scalars.on_device(launch.constants[0]))
+                    launch.run(kernels().adamw_kernel, scalars.on_device(launch.constants[0]), **bound())
                 batch.finish()
         torch._foreach_copy_(rows.steps, steps)
 

@@ -43,12 +43,16 @@ from .triton_weights import (
     weight_of,
 )
 
-__all__ = ["CHUNK", "STEP_SCALARS", "THREADS", "accumulate_kernel", "adamw_kernel", "block_of", "squares_kernel"]
+__all__ = [
+    "CHUNK", "REGISTERS", "STEP_SCALARS", "THREADS", "accumulate_kernel", "adamw_kernel", "block_of",
+    "squares_kernel",
+]  # fmt: skip
 
 # Values of struct StepScalars, in its order, then the lower and the upper 16 bits of the number of the update.
 STEP_SCALARS: tl.constexpr = tl.constexpr(12)
 
 CHUNK = 4096  # sums of squares that a program adds up at a time
+REGISTERS = 128  # of a thread that updates, at most; told nothing, ptxas used more, and for one GPU spilled some
 
 
 @triton.jit

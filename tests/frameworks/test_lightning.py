@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from harness import assert_same_run
+from harness import assert_same_run, params_of
 from training import (
     LARGE,
     MAX_NORM,
@@ -251,6 +251,46 @@ def test_nothing_stays_on_the_wrapper(data, tmp_path):
     assert model.curve == [0]
 
 
+class TwoOptimizers(Automatic):
+    """As for a GAN: toggling freezes the other one's parameters in the middle of its window."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self):
+        first = self.net.hidden
+        ours = {id(p) for p in first.parameters()}
+        optimizers = [
+            self.cls(first.parameters(), **LARGE),
+            self.cls([p for p in self.net.parameters() if id(p) not in ours], **LARGE),
+        ]
+        for optimizer in optimizers:
+            if self.mode == "in-backward":
+                optimizer.accumulate_in_backward()
+        return optimizers
+
+    def training_step(self, batch, index):
+        for optimizer, period in zip(self.optimizers(), (2, 5)):
+            with optimizer.toggle_model():
+                loss = mean_loss(self.net(batch["input_ids"]), batch["labels"]) / period
+                self.curve.append(loss.item())
+                self.manual_backward(loss)
+                if (index + 1) % period == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", ["plain", "in-backward"])
+def test_two_optimizers_that_are_toggled(data, tmp_path, mode):
+    start, rows = data
+    models = [TwoOptimizers(start, FusedAccumAdamW, mode), TwoOptimizers(start, torch.optim.AdamW)]
+    trainers = [fitted(model, rows, tmp_path, max_epochs=1) for model in models]
+    for place, updates in enumerate((5, 2)):
+        optimizers = [trainer.optimizers[place] for trainer in trainers]
+        nets = [torch.nn.ParameterList(params_of(optimizer)) for optimizer in optimizers]
+        runs = [Run(net, optimizer, model.curve) for net, optimizer, model in zip(nets, optimizers, models)]
+        assert_same_training(*runs, updates)
+
+
 class Scaled(lightning.plugins.MixedPrecision):
     """Without autocast, whose rounding is not what is compared."""
 
@@ -277,3 +317,10 @@ def test_mixed_precision_unscales_and_clips(data, tmp_path, mode):
         runs.append(run_of(trainer, model))
         assert scaler.get_scale() == 2.0**9
     assert_same_training(*runs, updates=2)
+
+
+def test_fused_with_a_scaler_and_a_clip_is_lightnings_error(data, tmp_path):
+    plugin = Scaled("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    model = Automatic(data[0].float(), FusedAccumAdamW, fused=True)
+    with pytest.raises(RuntimeError, match="FusedAccumAdamW, does not allow for gradient clipping"):
+        fitted(model, data[1], tmp_path, plugins=[plugin], **AUTOMATIC)
