@@ -11,7 +11,7 @@ namespace {
 
 struct Pulse {
   PyObject_HEAD
-  long long task;
+  long long task, entering;
   int watch;
 };
 
@@ -29,6 +29,7 @@ PyObject* task_id;  // torch's function
 
 int start_pulse(PyObject* self, PyObject*, PyObject*) {
   reinterpret_cast<Pulse*>(self)->task = kNoTask;
+  reinterpret_cast<Pulse*>(self)->entering = kNoTask;
   return 0;
 }
 
@@ -61,14 +62,21 @@ int note_version(Hook* hook, PyObject* grad) {
   return PyErr_Occurred() ? -1 : 1;
 }
 
+// The running task, kNoTask - 1 with a Python error.
+long long running_task() {
+  PyObject* running = PyObject_CallNoArgs(task_id);
+  if (!running) return kNoTask - 1;
+  const long long task = PyLong_AsLongLong(running);
+  Py_DECREF(running);
+  return PyErr_Occurred() ? kNoTask - 1 : task;
+}
+
 // Whether there is nothing to do: 1, 0, or -1 with a Python error.
 int idle(Hook* hook, PyObject* param) {
   if (!hook->pulse || hook->pulse->watch == kAll) return 0;
-  PyObject* running = PyObject_CallNoArgs(task_id);
-  if (!running) return -1;
-  const long long task = PyLong_AsLongLong(running);
-  Py_DECREF(running);
-  if (task != hook->pulse->task) return PyErr_Occurred() ? -1 : 0;
+  const long long task = running_task();
+  if (task < kNoTask) return -1;
+  if (task != hook->pulse->task) return 0;
   PyObject* grad = tensor_attributes().grad.get(param);
   if (!grad) return -1;
   TensorInfo info;
@@ -86,10 +94,16 @@ PyObject* call_hook(PyObject* self, PyObject* args, PyObject*) {
   const int nothing = idle(reinterpret_cast<Hook*>(self), param);
   if (nothing < 0) return nullptr;
   if (nothing) Py_RETURN_NONE;
+  // Noted before any Python runs: a signal's exception is raised by the first that does.
+  Pulse* pulse = reinterpret_cast<Hook*>(self)->pulse;
+  const long long task = running_task();
+  if (task < kNoTask) return nullptr;
+  if (pulse && pulse->entering == kNoTask) pulse->entering = task;
   return PyObject_CallMethodObjArgs(self, slow_name, param, nullptr);
 }
 
 PyMemberDef pulse_members[] = {{"task", T_LONGLONG, offsetof(Pulse, task), 0, nullptr},
+                               {"entering", T_LONGLONG, offsetof(Pulse, entering), 0, nullptr},
                                {"watch", T_INT, offsetof(Pulse, watch), 0, nullptr},
                                {nullptr, 0, 0, 0, nullptr}};
 PyType_Slot pulse_slots[] = {{Py_tp_init, reinterpret_cast<void*>(start_pulse)},

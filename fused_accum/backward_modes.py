@@ -67,6 +67,8 @@ class BackwardModes:
         Raises:
             As ``accumulate_in_backward``, where that is not installed yet.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"direct_wgrad() got a {type(model).__name__}; it needs the model, an nn.Module, itself")
         with self._run.exclusive("direct_wgrad"):
             session = self._run.backward
             owns = session is None or not session.installed

@@ -55,7 +55,8 @@ class Task:
 class GraphTasks:
     """The tasks that add to gradients of one optimizer.
 
-    pulse: with the id of the task whose hook came last, so that a hook needs one comparison.
+    pulse: with the id of the task whose hook came last, so that a hook needs one comparison; and of the one whose
+        hook was called and has not returned: all that is known of a backward interrupted before its first hook ran.
     on_touch: called with a task before its first addition is counted in; may raise.
     on_finish: called with an outermost task when it has finished; may raise.
     awaited: nested tasks whose outer task has not been heard of since.
@@ -94,9 +95,15 @@ class GraphTasks:
 
     def unfinished(self) -> bool:
         """Whether a task has added to gradients and then failed. (A nested one is awaited in its outer backward.)"""
-        return any(task.touched and task.alive() is None for task in list(self.running.values())) or (
-            bool(self.awaited) and current_task_id() == -1
+        return (
+            any(task.touched and task.alive() is None for task in list(self.running.values()))
+            or (bool(self.awaited) and current_task_id() == -1)
+            or self.left_entering(current_task_id())
         )
+
+    def left_entering(self, task: int) -> bool:
+        """Whether a hook of another backward than ``task`` never returned."""
+        return self.pulse.entering not in (NO_TASK, task)
 
     def concurrent(self, task: Task) -> bool:
         """Whether another backward runs, in another thread: neither within ``task`` nor around it."""
@@ -105,6 +112,7 @@ class GraphTasks:
 
     def forget_failures(self) -> None:
         self.awaited.clear()
+        self.pulse.entering = NO_TASK
         for id, task in list(self.running.items()):
             if task.alive() is None:
                 del self.running[id]
@@ -130,10 +138,15 @@ class GraphTasks:
         handles += [node.register_prehook(heard) for node, _ in outer.next_functions if node is not None]
 
     def _finish(self, id: int) -> None:
-        task = self.running.pop(id)
+        task = self.running[id]
         self.pulse.task = NO_TASK
-        if task.touched and not task.nested:
-            self.on_finish(task)
+        try:
+            if task.touched and not task.nested:
+                self.on_finish(task)
+        except Exception:
+            del self.running[id]
+            raise
+        del self.running[id]  # not after an interrupt: then the micro-batch may not have been counted
 
 
 def _outer_node() -> Any:

@@ -25,6 +25,12 @@ class BackendRow(NamedTuple):
     backend: str
     reason: str
 
+# Options of __init__ beyond torch's.
+OF_THE_WHOLE = (
+    "accum_dtype", "state_dtype", "master_weights", "stochastic_rounding", "rounding_seed", "max_grad_norm",
+    "skip_nonfinite", "backend",
+)  # fmt: skip
+
 
 class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
     r"""AdamW that accumulates micro-batches itself: one persistent buffer, one fused pass per micro-batch.
@@ -116,6 +122,16 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
                 "torch.optim.AdamW(differentiable=True) to differentiate through the optimizer"
             )
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer's; ValueError for an option that only the whole optimizer can have."""
+        whole = [name for name in OF_THE_WHOLE if isinstance(param_group, dict) and name in param_group]
+        if whole:
+            raise ValueError(
+                f"a parameter group has {whole[0]}={param_group[whole[0]]!r}, an option of the whole optimizer: pass "
+                f"{whole[0]}= to FusedAccumAdamW, or make an optimizer for each value"
+            )
+        super().add_param_group(param_group)
+
     # -- a window -------------------------------------------------------------------------------------------
 
     @one_graph_break
@@ -180,6 +196,9 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
     @one_graph_break
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard everything not yet stepped: ``p.grad`` as torch does, and the open window, with a warning.
+
+        There is no warning while accumulating in backward, where ``p.grad`` is the window: GradScaler's loop clears
+        so, rightly, what it skips.
 
         After an exception in a backward, ``discard_microbatch()`` keeps the window instead.
         """

@@ -25,10 +25,11 @@ NOTHING, VERSIONS, ALL = range(3)  # Watch of csrc/hook.h
 class PlainPulse:
     """Pulse of csrc/hook.h, where there is no native code."""
 
-    __slots__ = ("task", "watch")
+    __slots__ = ("entering", "task", "watch")
 
     def __init__(self) -> None:
-        self.task, self.watch = NO_TASK, NOTHING
+        self.task = self.entering = NO_TASK
+        self.watch = NOTHING
 
 
 class PlainHook:
@@ -44,7 +45,7 @@ class PlainHook:
     def __call__(self, p: Tensor) -> None:
         pulse = self.pulse
         if current_task_id() != pulse.task or pulse.watch == ALL:
-            return self.slow(p)
+            return self.enter(p)
         g = p.grad
         if g is None:
             return None
@@ -53,13 +54,19 @@ class PlainHook:
         except RuntimeError:
             at = None
         if at != self.ptr:
-            return self.slow(p)
+            return self.enter(p)
         if pulse.watch == VERSIONS:
             version = g._version
             if version > self.version + 1:
-                return self.slow(p)
+                return self.enter(p)
             self.version = version
         return None
+
+    @never_compiled
+    def enter(self, p: Tensor) -> None:
+        if self.pulse.entering == NO_TASK:
+            self.pulse.entering = current_task_id()
+        self.slow(p)
 
 
 _C, _ = _native.load()
@@ -108,6 +115,8 @@ class Slot(Hook):
         session = self.owner()
         if session is not None:
             session.hook(self, p)
+        if self.pulse.entering == current_task_id():
+            self.pulse.entering = NO_TASK
 
 
 class RequiringGrad:

@@ -117,17 +117,24 @@ class Hyper(NamedTuple):
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Hyper:
-        beta1, beta2 = group["betas"]
-        lr = group["lr"]
-        return cls(
-            lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
-            float(beta1),
-            float(beta2),
-            float(group["eps"]),
-            float(group["weight_decay"]),
-            bool(group["maximize"]),
-            bool(group["amsgrad"]),
-        )
+        try:
+            beta1, beta2 = group["betas"]
+            lr = group["lr"]
+            return cls(
+                lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
+                float(beta1),
+                float(beta2),
+                float(group["eps"]),
+                float(group["weight_decay"]),
+                bool(group["maximize"]),
+                bool(group["amsgrad"]),
+            )
+        except (TypeError, ValueError, RuntimeError) as error:
+            held = ", ".join(f"{name}={group[name]!r}" for name in ("lr", "betas", "eps", "weight_decay"))
+            raise ValueError(
+                f"a parameter group holds {held}; lr, eps and weight_decay must be numbers or 0-dim tensors, betas "
+                "two of these: set them right in optimizer.param_groups"
+            ) from error
 
 
 def new_step() -> Tensor:

@@ -184,6 +184,8 @@ class WindowInGrad:
                 "lock what its hooks do, and gradients would be lost; run one backward at a time (a lock around it), "
                 "or call accumulate() after them, without accumulate_in_backward(). zero_grad() drops the window"
             )
+        if self.tasks.left_entering(task.id):  # what it left in p.grad looks like what this backward puts there
+            raise RuntimeError(UNFINISHED)
         if len(self.tasks.running) > 1 and self.tasks.unfinished():
             # Discarded in between, if all that is there now was put there by this backward.
             if any(self.holds(slot) for slot in self.slots.values()):

@@ -206,8 +206,8 @@ def test_kept_weights_in_layouts(on, kept):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_sums_of_squares(on, dtype, accum_dtype, monkeypatch):
     """Of buffers as they are written, of those that miss the last micro-batch, and of gradients (N=1)."""
-    if on[0] != "cuda":
-        pytest.skip(f"{on[0]} has no kernels for sums of squares")
+    if on[0] == "triton":
+        pytest.skip("it adds squares up in an order of its own: see triton_interpreted.py")
     start = [torch.nn.Parameter(values(s, dtype)) for s in SHAPES]
     if dtype == torch.float32 == accum_dtype:
         start.append(torch.nn.Parameter(values((300_007,))))  # more blocks than a row has lanes

@@ -206,3 +206,28 @@ def test_moved_between_groups_in_mid_window(make, device):
     for k in (1, 2, 3):
         feed(opt, moved[k], last=k == 3)
     oracle.check()
+
+
+@pytest.mark.parametrize("option", [{"max_grad_norm": 1.0}, {"master_weights": "fp32"}, {"backend": "cpu"}], ids=str)
+def test_options_of_the_whole_optimizer_are_refused_in_a_group(make, option):
+    params = parameters((3,), (4,))
+    ((name, _),) = option.items()
+    with pytest.raises(ValueError, match=rf"has {name}=.*pass {name}= to FusedAccumAdamW"):
+        make([{"params": params, **option}])
+    opt = make(params[:1])
+    with pytest.raises(ValueError, match=rf"has {name}="):
+        opt.add_param_group({"params": params[1:], **option})
+    assert len(opt.param_groups) == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", None), ("betas", 0.9), ("weight_decay", "x"),
+                                             ("lr", torch.ones(2))], ids=str)  # fmt: skip
+def test_a_group_with_what_is_no_number_is_refused_by_name(make, name, value):
+    (p,) = parameters((3,))
+    opt = make([p])
+    p.grad, before = torch.ones(3), p.detach().clone()
+    opt.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=rf"a parameter group holds .*{name}=.*must be numbers"):
+        opt.step()
+    assert torch.equal(p, before)
+    assert p.grad is not None

@@ -42,8 +42,8 @@ def interpret(*arguments: str) -> None:
 
 
 def test_bits_in_the_interpreter_are_those_of_the_cpu():
-    """But for hundreds of tensors in a call, which the interpreter takes a minute for."""
-    interpret("test_bits.py", "-k", "not (many_tensors and (511 or 512 or 1000))")
+    """But for norms, which have a test of their own, and hundreds of tensors in a call, which take it a minute."""
+    interpret("test_bits.py", "-k", "not sums_of_squares and not (many_tensors and (454 or 455 or 1000))")
 
 
 def test_indices_norms_and_scatter_in_the_interpreter():

@@ -1,6 +1,7 @@
 """A backward that fails in the middle never leaves half a micro-batch behind unnoticed."""
 
 import copy
+import sys
 import warnings
 
 import pytest
@@ -9,6 +10,8 @@ from backwards import Failing, Failure, gradients, loss_with, run_backwards
 from harness import mid_window_state, parameters, values
 from oracle import Oracle
 from torch.utils.checkpoint import checkpoint
+
+from fused_accum import slots
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -204,4 +207,36 @@ def test_a_failure_elsewhere_is_none_of_ours(make, device):
     others = parameters((5,), (5,), device=device)
     with warnings.catch_warnings(), pytest.raises(Failure):
         loss_with(others, [torch.ones_like(p) for p in others], fail_at=1).backward()
+    check_window(opt, params)
+
+
+@pytest.mark.skipif(slots.Hook is slots.PlainHook, reason="a hook in Python can be interrupted before it notes it")
+@pytest.mark.parametrize("whole", [0, 1])
+def test_an_interrupt_before_the_first_hook_runs_is_noticed(make, device, whole):
+    """Autograd has added a gradient by then. A signal's exception is raised by the first Python code that runs."""
+    params = parameters((65,), (13, 17), device=device)
+    opt = make(params, **LARGE)
+    opt.accumulate_in_backward()
+    micros = gradients(params, whole + 1)
+    run_backwards(params, micros[:whole])
+    loss = loss_with(params, micros[-1].grads)
+
+    def interrupt(frame, event, _):
+        if event == "call" and frame.f_code is slots.Slot.slow.__code__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+    finally:
+        sys.setprofile(before)
+    assert opt.pending.microbatches == whole
+    with RAISES:
+        opt.step()
+    with RAISES:
+        run_backwards(params, gradients(params, 1))
+    opt.zero_grad()
     check_window(opt, params)
