@@ -287,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     device, facts = results.start(options)
     numel = options.numel or (4 << 20 if options.quick else 32 << 20)
-    limit = results.limit(options, rounds=31, quick_seconds=1.5)
+    limit = results.limit(options, rounds=31, quick_seconds=1)
     kinds = list(WEIGHTS) if options.dtype == "all" else [options.dtype]
     rows = []
     for kind in kinds:
