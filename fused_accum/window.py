@@ -17,17 +17,13 @@ class Pending(NamedTuple):
     weight: float
 
 
-def refuse_dimensions(name: str, value: Any) -> None:
+def host_number(name: str, value: Any) -> float:
+    """``value`` (a number or a 0-dim tensor) as a float; raises unless it is finite and not negative."""
     if isinstance(value, Tensor) and value.dim() != 0:
         raise ValueError(
             f"{name} is a tensor of shape {tuple(value.shape)}; it must be a number or a 0-dim tensor: "
             f"pass {name}.sum() or {name}.item()"
         )
-
-
-def host_number(name: str, value: Any) -> float:
-    """``value`` (a number or a 0-dim tensor) as a float; raises unless it is finite and not negative."""
-    refuse_dimensions(name, value)
     if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
         raise TypeError(f"{name} is {value!r}; it must be a number or a 0-dim tensor")
     number = float(value)

@@ -43,10 +43,10 @@ def ours(model, **options):
     return FusedAccumAdamW(model.parameters(), **OPTIONS, **options)
 
 
-def explicit(rank):
+def explicit(rank, **options):
     """Every backward reduced, then accumulate()."""
     model = new_model()
-    ddp, optimizer = DistributedDataParallel(model), ours(model)
+    ddp, optimizer = DistributedDataParallel(model), ours(model, **options)
     for window in data(rank):
         for inputs in window:
             mean_loss(ddp, inputs).backward()
@@ -56,14 +56,7 @@ def explicit(rank):
 
 
 def explicit_clipped(rank):
-    model = new_model()
-    ddp, optimizer = DistributedDataParallel(model), ours(model, max_grad_norm=MAX_NORM)
-    for window in data(rank):
-        for inputs in window:
-            mean_loss(ddp, inputs).backward()
-            optimizer.accumulate(1 / MICROBATCHES)
-        optimizer.step()
-    return model
+    return explicit(rank, max_grad_norm=MAX_NORM)
 
 
 def explicit_tokens(rank):
