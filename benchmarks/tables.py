@@ -105,12 +105,13 @@ def fidelity() -> str:
 
 
 def machine() -> str:
-    """What the newest results were measured on."""
-    facts = max((results(name)[-1]["environment"] for name in ("kernels", "window", "overhead")),
-                key=lambda facts: facts["time"])  # fmt: skip
+    """What the results were measured on, and each benchmark's commit."""
+    newest = {name: results(name)[-1]["environment"] for name in ("kernels", "window", "overhead")}
+    facts = max(newest.values(), key=lambda facts: facts["time"])
+    commits = ", ".join(f"{name} at {its['commit']}" for name, its in newest.items())
     return (
         f"Measured on {facts['threads']} cores of an {facts['processor']} ({facts['cpu_isa'].upper()}), "
-        f"torch {facts['torch']}, {facts['time'][:10]}, commit {facts['commit']}."
+        f"torch {facts['torch']}, {facts['time'][:10]}: {commits}."
     )
 
 
