@@ -133,7 +133,7 @@ class Matrix:
         """Installs the torch that the row asks for, from pip's index, and what the tests need."""
         words = (f"torch=={case.fetched}", "numpy", "pytest")
         try:
-            run(sys.executable, "-m", "pip", "--python", python, "install", *words, timeout=3600)
+            run(sys.executable, "-m", "pip", "--python", python, "install", "--no-compile", *words, timeout=3600)
         except AssertionError as error:
             if "No matching distribution found for torch" not in str(error):
                 raise
@@ -238,6 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     cases = [*FAST, *([] if options.fast else FULL), *map(with_torch, options.torch)]
     cases += [case for version in options.fetch for case in with_fetched(version)]
+    facts = environment(torch.device("cpu"), "auto")
     rows, failed = [], 0
     with tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(Path(folder).resolve(), wheel=options.wheel)
@@ -257,12 +258,11 @@ def main(argv: list[str] | None = None) -> int:
             while matrix.gigabytes:
                 shutil.rmtree(matrix.gigabytes.pop())
             print(f"{case.name:<45}{time.monotonic() - start:>5.0f} s  {outcome}", flush=True)
+            if options.json:  # a run cut short leaves what it has
+                result = {"benchmark": "install", "environment": facts, "rows": rows}
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
     if not options.torch and not options.fetch:
         print("another torch with the same wheel: not tried, name one with --torch or --fetch")
-    if options.json:
-        facts = environment(torch.device("cpu"), "auto")
-        result = {"benchmark": "install", "environment": facts, "rows": rows}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(failed > 0)
 
 
