@@ -1,5 +1,5 @@
-"""More than 2^31 elements (reported case 22) for the CUDA kernels on the emulator, with memory that is recorded and not
-touched. Run by test_cuda_emulated.py."""
+"""More than 2^31 elements (reported case 22) for the CUDA kernels on the emulator, with memory that is recorded and
+not touched. Run by test_cuda_emulated.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows of an embedding's gradient added by index, by the CUDA kernels on the emulator. Run by test_cuda_emulated.py."""
+"""Rows added by index, as of an embedding, by the CUDA kernels on the emulator. Run by test_cuda_emulated.py."""
 
 import pytest
 import torch
