@@ -14,25 +14,23 @@ from torch import Tensor
 from . import checks, norms, window
 from .buckets import Bucket
 from .state import Hyper, complete
-from .window import host_number
 
 if TYPE_CHECKING:
     from .optimizer import FusedAccumAdamW
-
-
-def host_factors(scale: Any, weight: Any) -> tuple[float, float | None]:
-    return host_number("scale", scale), None if weight is None else host_number("weight", weight)
+    from .runtime import Runtime
 
 
 def factors_of(opt: FusedAccumAdamW, scale: Any, weight: Any) -> tuple[float | Tensor, float | Tensor | None]:
-    """As ``host_factors``, but what lies on a device stays there, as float64, where all kernels read it there."""
+    """Both as floats; but what lies on a device stays there, as float64, where all kernels read it there."""
     there = [f for f in (scale, weight) if window.on_device(f)]
-    if not there or opt._run.backward is not None or hasattr(opt, "found_inf"):
-        return host_factors(scale, weight)
-    buckets = opt._run.buckets(opt.param_groups)
-    if not all(b.backend.scales_on_device and b.device == f.device for b in buckets for f in there):
-        return host_factors(scale, weight)
-    return window.number("scale", scale), None if weight is None else window.number("weight", weight)
+    read = window.host_number
+    if there and opt._run.backward is None and not hasattr(opt, "found_inf"):
+        buckets = opt._run.buckets(opt.param_groups)
+        if all(b.backend.scales_on_device and b.device == f.device for b in buckets for f in there):
+            read = window.number
+    scale, weight = read("scale", scale), None if weight is None else read("weight", weight)
+    window.refuse_extremes(scale, weight)
+    return scale, weight
 
 
 def _factor(scale: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
@@ -58,7 +56,7 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float |
     run.refuse_missing_hooks("accumulate")
     run.stepped_in_backward = False
     if run.backward is not None:
-        _refuse_factors("accumulate", scale, weight)
+        _refuse_factors("accumulate", run, scale, weight)
         run.backward.refuse_unfinished()
         return
     factor = _factor(scale, weight)
@@ -97,10 +95,11 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
     """The pipeline of a step. Returns what to warn of."""
     run = opt._run
     run.refuse_missing_hooks("step")
+    hypers = Hyper.of_all(opt.param_groups)
     amp = _amp_tensors(opt)
     run.stepped_in_backward = False
     if run.backward is not None:
-        _refuse_factors("step", scale, weight)
+        _refuse_factors("step", run, scale, weight)
         run.backward.refuse_step()
     elif _is_zero(_factor(scale, weight)):
         take_microbatch(opt, scale, weight)
@@ -118,7 +117,6 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
             return _abandon_window(opt, buckets, found_inf)
         if any(bucket.device.type == "cuda" for bucket in buckets):
             checks.check_capture(opt.param_groups)
-        hypers = [Hyper.of(group) for group in opt.param_groups]
         before = _without_state(opt) if run.options.skip_nonfinite == "step" else []
         for bucket in buckets:
             bucket.prepare(opt.state, opt.param_groups, hypers)
@@ -244,9 +242,14 @@ def _abandon_window(opt: FusedAccumAdamW, buckets: list[Bucket], found_inf: bool
     )
 
 
-def _refuse_factors(call: str, scale: float, weight: float | None) -> None:
+def _refuse_factors(call: str, run: Runtime, scale: float, weight: float | None) -> None:
     if scale != 1.0 or weight is not None:
         given = f"scale={scale:g}" if weight is None else f"weight={weight:g}"
+        if not run.backward.installed:
+            raise ValueError(
+                f"{call}({given}) in a window whose handle was removed before its end: p.grad still holds it, as a "
+                "sum that has its factors already; end it with step(), or drop it with zero_grad(), first"
+            )
         raise ValueError(
             f"{call}({given}) while accumulating in backward: the gradients are in p.grad already; give the factor "
             f"to the loss instead: optimizer.scale_loss(loss, {given}).backward()"

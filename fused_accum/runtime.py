@@ -134,6 +134,7 @@ class Runtime:
             raise RuntimeError("the window of another backward mode is still open; call step() or zero_grad() first")
         buckets = self.buckets(groups)
         session.cover(p for bucket in buckets for p in bucket.params)
+        session.leftover = any(p.grad is not None for bucket in buckets for p in bucket.params)
         session.installed = True
         self.backward = session
         if self.hooks_missing:

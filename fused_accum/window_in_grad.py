@@ -26,7 +26,8 @@ class WindowInGrad:
 
     window: number of the open window. backwards: how many have finished. spoiled: why the window cannot be stepped.
     edited: the parameter whose undivided p.grad was changed. direct: slots of parameters that get their gradients
-    directly; direct_backwards: how many backwards of this window had such.
+    directly; direct_backwards: how many backwards of this window had such. leftover: some p.grad may be from before
+    the hooks.
     """
 
     run: Callable[[], Runtime | None]
@@ -42,6 +43,8 @@ class WindowInGrad:
     direct_backwards: int
     check_direct: bool
     finishing: bool
+    installed: bool
+    leftover: bool
 
     def end_removed(self) -> None:
         raise NotImplementedError
@@ -72,6 +75,7 @@ class WindowInGrad:
         """The window's books start again; p.grad is left alone."""
         self.run().window.clear()
         self.spoiled = self.edited = None
+        self.leftover = False
         self.watch(None)
         self.direct_backwards = 0
 
@@ -102,6 +106,10 @@ class WindowInGrad:
                     "recorded weights: it holds the sum not yet divided by them, which step() does, so that clipping "
                     "or scaling it acts on another gradient than meant; clip inside the step with max_grad_norm, or "
                     "leave the weights out and divide the loss yourself. zero_grad() drops the window"
+                    if self.installed
+                    else f"a backward, or something else, changed p.grad of parameter {self.edited} after the handle "
+                    "was removed, in a window with weights: no hook saw with which. End a window with step() before "
+                    "remove(); zero_grad() drops this one"
                 )
 
     def refuse_wrong_counts(self) -> None:
@@ -122,16 +130,29 @@ class WindowInGrad:
         window = self.run().window
         window.refuse_mixing(weight)
         if weight is not None:
+            if self.leftover:
+                self._refuse_leftover()
             if window.weighted:
                 self.audit()
             self.watch(self._note_version)
 
+    def _refuse_leftover(self) -> None:
+        """Raise RuntimeError where a p.grad that no hook has seen would be divided by weights."""
+        for slot in self.slots.values():
+            p = slot.param()
+            if p is not None and p.grad is not None and not self.holds(slot) and (p.grad.is_sparse or p.grad.any()):
+                raise RuntimeError(
+                    f"p.grad of parameter {self.run().name_of(p)} is from before hooks were installed: it has no "
+                    "weight, and would be divided by those of this window; call step() or zero_grad() first, or put "
+                    "its backward, with scale_loss(loss, weight=...), after them"
+                )
+        self.leftover = False
+
     def record(self, scale: float | Tensor, weight: float | Tensor | None) -> None:
         """The running backward is that of a scaled loss; it counts once it has finished."""
         task = self.tasks.enter()
-        if weight is None:
-            task.scale = scale
-        else:
+        task.scale = scale
+        if weight is not None:
             task.weight = weight if task.weight is None else task.weight + weight
 
     def _note_version(self, slot: Slot, p: Tensor) -> None:
@@ -216,7 +237,7 @@ class WindowInGrad:
                 self.spoiled = error
                 raise
         if task.weight is not None:
-            window.add(1.0, task.weight)
+            window.add(task.scale, task.weight)
         elif task.scale is not None:
             window.add(task.scale, None)
         else:
