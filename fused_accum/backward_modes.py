@@ -145,7 +145,7 @@ class BackwardModes:
             ValueError: scale or weight out of range; weights mixed with none (a backward without ``scale_loss`` in a
                 weighted window raises when it finishes, and ``step`` then until ``zero_grad``).
         """
-        count = None if type(scale) is float else count_as_scale(scale)
+        count = count_as_scale(scale, weight)
         scale = number("scale", scale)
         weight = None if weight is None else number("weight", weight)
         refuse_extremes(scale, weight)

@@ -148,7 +148,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
                 requiring grad, cast or moved in mid-window); called in a backward or concurrently. Nothing has
                 changed then.
         """
-        count = None if type(scale) is float else count_as_scale(scale)
+        count = count_as_scale(scale, weight)
         scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("accumulate"):
             pipeline.take_microbatch(self, scale, weight)
@@ -183,7 +183,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        count = None if type(scale) is float else count_as_scale(scale)
+        count = count_as_scale(scale, weight)
         scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("step"):
             messages = pipeline.end_window(self, scale, weight), self._run.window.once("count", count)

@@ -55,9 +55,11 @@ def refuse_extremes(scale: float | Tensor, weight: float | Tensor | None) -> Non
     )
 
 
-def count_as_scale(scale: Any) -> str | None:
+def count_as_scale(scale: Any, weight: Any) -> str | None:
     """What to warn of where a scale is, by its type, a count: a whole number above 1 (of a tensor on a GPU only the
-    dtype is known). A float never is."""
+    dtype is known). A float never is, nor is what comes with a weight."""
+    if type(scale) is float or weight is not None:
+        return None
     if isinstance(scale, Tensor):
         dtype = scale.dtype
         whole = scale.dim() == 0 and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
@@ -91,7 +93,8 @@ class Window:
     """Counts and sums of the open window, in float64 on the host; ``weight`` where its micro-batches' were.
 
     began_state: the optimizer had no state before it.
-    last: the last scale that was not 0. usual: the one that all ``earlier`` such ones were; None where they differ.
+    last: the last scale that was not 0, without weights. usual: the one that all ``earlier`` such ones were; None
+        where they differ.
     warned: the kinds of warnings that were given already.
     """
 
@@ -140,11 +143,12 @@ class Window:
     def add(self, scale: float | Tensor, weight: float | Tensor | None) -> None:
         """Count one micro-batch; call ``refuse_mixing`` first."""
         self.microbatches += 1
-        self._remember(scale)
         if weight is not None:
             self.weighted = True
             self.weight = self.weight + weight
-        elif not isinstance(scale, Tensor):  # else the host does not know how the sums compare
+            return
+        self._remember(scale)
+        if not isinstance(scale, Tensor):  # else the host does not know how the sums compare
             self.scale_sum += scale
             self.scaled += 1
 

@@ -151,8 +151,9 @@ class WindowInGrad:
     def record(self, scale: float | Tensor, weight: float | Tensor | None) -> None:
         """The running backward is that of a scaled loss; it counts once it has finished."""
         task = self.tasks.enter()
-        task.scale = scale
-        if weight is not None:
+        if weight is None:
+            task.scale = scale
+        else:
             task.weight = weight if task.weight is None else task.weight + weight
 
     def _note_version(self, slot: Slot, p: Tensor) -> None:
@@ -237,7 +238,7 @@ class WindowInGrad:
                 self.spoiled = error
                 raise
         if task.weight is not None:
-            window.add(task.scale, task.weight)
+            window.add(1.0, task.weight)
         elif task.scale is not None:
             window.add(task.scale, None)
         else:

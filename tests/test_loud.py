@@ -61,12 +61,14 @@ def test_a_factor_is_not_taken_for_a_count(opt, factor):
     give_ones(opt)
     opt.accumulate(factor)
     opt.step()
+    give_ones(opt)
+    opt.step(scale=2, weight=3)  # the count is there
 
 
 def test_of_a_scale_in_device_memory_only_the_dtype_is_looked_at(monkeypatch):
     monkeypatch.setattr(window, "on_device", lambda value: isinstance(value, torch.Tensor))
-    assert "torch.int64" in window.count_as_scale(torch.tensor(1))
-    assert window.count_as_scale(torch.tensor(4096.0)) is None
+    assert "torch.int64" in window.count_as_scale(torch.tensor(1), None)
+    assert window.count_as_scale(torch.tensor(4096.0), None) is None
 
 
 # -- a scale forgotten on the last micro-batch -----------------------------------------------------------------
@@ -76,28 +78,27 @@ MEANT = [[0.25] * 4, [1.0] * 3, [0.3, 1.0], [0.3, 0.6, 1.0], [1.0, 0.25], [0.0, 
 
 
 @pytest.mark.parametrize("way", ["step", "accumulate", "backward"])
-@pytest.mark.parametrize("weight", [None, 3.0])
-def test_a_scale_forgotten_at_the_end_is_warned_of_once(opt, way, weight):
+def test_a_scale_forgotten_at_the_end_is_warned_of_once(opt, way):
     if way == "backward":
         opt.accumulate_in_backward()
 
-    def run(scales):
+    def run(scales, weight=None):
         params = params_of(opt)
         for k, scale in enumerate(scales):
             if way == "backward":
                 loss = loss_with(params, [torch.ones_like(p) for p in params])
-                plain = scale == 1 and weight is None
-                (loss if plain else opt.scale_loss(loss, scale, weight=weight)).backward()
+                bare = scale == 1 and weight is None
+                (loss if bare else opt.scale_loss(loss, scale, weight=weight)).backward()
                 continue
             give_ones(opt)
             (opt.step if way == "step" and k == len(scales) - 1 else opt.accumulate)(scale=scale, weight=weight)
         opt.step()
+        opt._run.window.previous_scale_sum = None  # of sums there are other tests
 
     for scales in MEANT:
-        opt._run.window.previous_scale_sum = None  # of sums there are other tests
         assert heard(run, scales) == []
+    assert heard(run, FORGOTTEN[0], weight=3) == []  # scales of weighted micro-batches are no 1/N
     for scales in FORGOTTEN:
-        opt._run.window.previous_scale_sum = None
         found = heard(run, scales)
         assert len(found) == (scales is FORGOTTEN[0])
         for message in found:

@@ -114,7 +114,7 @@ def test_an_update_inside_the_backward_waits_for_the_write(machine):
 @pytest.mark.parametrize("uses", [1, 2])
 def test_autograds_own_addition_waits_for_the_direct_one(machine, uses):
     """A weight that a covered layer and an ordinary operation use: autograd adds the latter's part to p.grad on the
-    stream where the parameter was first used, which need not be the layer's. Once per backward, of a kept graph too."""
+    stream where the parameter was first used, maybe not the layer's. Once per backward, of a kept graph too."""
     layers, opt = direct()
     layer, before = layers[1], []
     twin = nn.Linear(4, 4)
