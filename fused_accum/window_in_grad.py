@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from . import streams
+from .entry import in_compiled_autograd
 from .graph_tasks import GraphTasks, Task
 from .slots import ALL, NOTHING, VERSIONS, Slot
 
@@ -150,6 +151,7 @@ class WindowInGrad:
 
     def record(self, scale: float | Tensor, weight: float | Tensor | None) -> None:
         """The running backward is that of a scaled loss; it counts once it has finished."""
+        self.refuse_compiled_autograd()
         task = self.tasks.enter()
         if weight is None:
             task.scale = scale
@@ -199,6 +201,7 @@ class WindowInGrad:
         if run is None:
             return
         run.refuse_half_applied("backward")
+        self.refuse_compiled_autograd()
         run.stepped_in_backward = False
         if len(self.tasks.running) > 1 and self.tasks.concurrent(task):
             raise RuntimeError(
@@ -214,6 +217,16 @@ class WindowInGrad:
                 raise RuntimeError(UNFINISHED)
             self.tasks.forget_failures()
             self.close()
+
+    @staticmethod
+    def refuse_compiled_autograd() -> None:
+        if in_compiled_autograd():
+            raise RuntimeError(
+                "a backward within compiled autograd (torch._dynamo.config.compiled_autograd) while accumulating in "
+                "backward: it does not say when it has finished, so that no micro-batch could be counted. Switch it "
+                "off (torch.compile of the model works without), or use explicit mode, accumulate() after every "
+                "backward. zero_grad() drops the window"
+            )
 
     def holds(self, slot: Slot) -> bool:
         """Whether p.grad still is what a hook of this window set it to."""
