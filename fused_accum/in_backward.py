@@ -54,6 +54,7 @@ class InBackward(WindowInGrad):
         self.edited: str | None = None  # the parameter whose undivided p.grad was changed
         self.installed = True
         self.leftover = False
+        self.handed_out: weakref.ref | None = None
         self.ready: Callable[[Slot, Tensor], None] | None = None
         self.stepping: StepInBackward | None = None
         self.finishing = False

@@ -14,7 +14,7 @@ from . import checkpoint, norms, pipeline
 from .backward_modes import BackwardModes
 from .entry import hooked, one_graph_break
 from .runtime import Runtime
-from .state import Option, Options
+from .state import GroupOption, Option, Options
 from .window import Pending, count_as_scale
 
 
@@ -151,8 +151,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         count = count_as_scale(scale, weight)
         scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("accumulate"):
-            pipeline.take_microbatch(self, scale, weight)
-        if message := self._run.window.once("count", count):
+            messages = pipeline.take_microbatch(self, scale, weight), self._run.window.once("count", count)
+        for message in filter(None, messages):
             warnings.warn(message, UserWarning, stacklevel=3)
 
     @hooked
@@ -361,3 +361,5 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
 
 for _name in Options._fields:
     setattr(FusedAccumAdamW, _name, Option(_name))
+for _name in ("lr", "betas", "eps", "weight_decay"):
+    setattr(FusedAccumAdamW, _name, GroupOption(_name))

@@ -33,6 +33,37 @@ def factors_of(opt: FusedAccumAdamW, scale: Any, weight: Any) -> tuple[float | T
     return scale, weight
 
 
+NOTHING_THERE = (
+    "{} found no gradient in any parameter, and no window is open: either no backward() came before, or it did not "
+    "reach this optimizer's parameters (p.grad cleared in between, a loss made under no_grad, parameters replaced or "
+    "frozen after the optimizer was made)"
+)
+IDLE_STEPS = 3  # in a row: one alone may be meant, as for the order of calls that torch's schedulers want
+
+
+def _nothing_left(run: Runtime, scale: float | Tensor, weight: float | Tensor | None) -> str | None:
+    """What to warn of where a step found no gradient in p.grad: that its factor was not used though no micro-batch
+    had one, or that there is nothing to step at all, again and again."""
+    if run.backward is not None and run.backward.finishing:
+        return None
+    if run.window.open:
+        run.idle_steps = 0
+        plain = not isinstance(scale, Tensor) and scale == 1
+        given = "weight" if weight is not None else None if plain else "scale"
+        if not given or not run.window.unscaled:
+            return None
+        return run.window.once(
+            "unused",
+            f"step({given}=) found no gradient left in p.grad, so {given} was not used: the micro-batches that "
+            f"accumulate() has taken had none. Pass {given}= to every accumulate(); step() is given that of a last "
+            "micro-batch still in p.grad",
+        )
+    run.idle_steps += 1
+    if run.idle_steps < IDLE_STEPS:
+        return None
+    return run.window.once("nothing", NOTHING_THERE.format(f"step(), {IDLE_STEPS} times in a row,"))
+
+
 def _factor(scale: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
     return scale if weight is None else scale * weight
 
@@ -47,8 +78,9 @@ def _release(buckets: list[Bucket]) -> None:
         bucket.release()
 
 
-def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tensor | None) -> None:
-    """Add the gradients in ``p.grad`` to the open window, or only count them where their factor is zero.
+def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tensor | None) -> str | None:
+    """Add the gradients in ``p.grad`` to the open window, or only count them where their factor is zero. Returns what
+    to warn of.
 
     While accumulating in backward they are there already.
     """
@@ -58,16 +90,16 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float |
     if run.backward is not None:
         _refuse_factors("accumulate", run, scale, weight)
         run.backward.refuse_unfinished()
-        return
+        return None
     factor = _factor(scale, weight)
     adds = not _is_zero(factor)
     buckets, found = run.collect(opt.param_groups, buffers=adds)
     try:
         if not found:
-            return
+            return None if run.window.open else run.window.once("nothing", NOTHING_THERE.format("accumulate()"))
         run.window.refuse_mixing(weight)
         if adds and _rejected(opt, buckets, factor):
-            return
+            return None
         if not opt.state and adds:
             _begin_state(opt)
         # Counted before the kernels run: an interrupt during them is raised right after, never between.
@@ -77,6 +109,7 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float |
                 bucket.accumulate(factor)
             else:
                 bucket.drop_gradients()
+        return None
     finally:
         _release(buckets)
 
@@ -107,6 +140,9 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
     try:
         if run.backward is None and found:
             run.window.refuse_mixing(weight)
+        note = _nothing_left(run, scale, weight) if not found else None
+        if found:
+            run.idle_steps = 0
         inverse_grad_scale, found_inf = _amp_factors(amp, buckets, on_device=not run.options.measures)
         if run.backward is None and found and not found_inf and _rejected(opt, buckets, _factor(scale, weight)):
             buckets, found = run.collect(opt.param_groups, buffers=False)
@@ -142,7 +178,7 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
             )
         if run.backward is not None:
             run.backward.stepped()
-        return message
+        return note or message
     finally:
         _release(buckets)
 

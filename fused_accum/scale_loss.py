@@ -50,5 +50,13 @@ def scale_loss(
     session: InBackward, loss: Tensor, scale: float | Tensor, weight: float | Tensor | None
 ) -> Tensor:
     """``scale * weight * loss``; see ``FusedAccumAdamW.scale_loss``."""
+    inner = loss.grad_fn
+    if weight is not None and isinstance(inner, ScaleLoss._backward_cls) and inner.weight is not None:
+        raise ValueError(
+            f"scale_loss(weight={weight}) of a loss that scale_loss() has returned: it has a weight already, and "
+            "would be multiplied with both, but divided by their sum; scale each loss once"
+        )
     session.expect(weight)
-    return ScaleLoss.apply(loss, weakref.ref(session), scale, weight)
+    scaled = ScaleLoss.apply(loss, weakref.ref(session), scale, weight)
+    session.handed_out = weakref.ref(scaled)
+    return scaled

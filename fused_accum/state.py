@@ -122,6 +122,22 @@ class Option:
         )
 
 
+class GroupOption:
+    """No attribute of an optimizer, in torch neither: set as one it would change nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, opt: Any, owner: type | None = None) -> Any:
+        raise AttributeError(f"an optimizer has no {self.name}, its groups have: param_groups[i][{self.name!r}]")
+
+    def __set__(self, opt: Any, value: Any) -> None:
+        raise AttributeError(
+            f"{self.name} of an optimizer is set to {value!r}, which would change nothing; set it in its groups: "
+            f"param_groups[i][{self.name!r}] = {value!r}"
+        )
+
+
 class Hyper(NamedTuple):
     """One group's hyper-parameters, read from the group at every step."""
 

@@ -21,8 +21,18 @@ class Pending(NamedTuple):
     weight: float
 
 
+def refuse_loss(name: str, value: Tensor) -> None:
+    if value.requires_grad:
+        raise TypeError(
+            f"{name} is a tensor that requires grad (the loss?); it is a factor, which backward does not see: pass "
+            f"a number of tokens or samples, or {name}.detach()"
+        )
+
+
 def host_number(name: str, value: Any) -> float:
     """``value`` (a number or a 0-dim tensor) as a float; raises unless it is finite and not negative."""
+    if isinstance(value, Tensor):
+        refuse_loss(name, value)
     if isinstance(value, Tensor) and value.dim() != 0:
         raise ValueError(
             f"{name} is a tensor of shape {tuple(value.shape)}; it must be a number or a 0-dim tensor: "
@@ -85,6 +95,7 @@ def on_device(value: Any) -> bool:
 def number(name: str, value: Any) -> float | Tensor:
     """As ``host_number``; but what a GPU holds stays there, as float64, and is not looked at."""
     if on_device(value) and value.dim() == 0:
+        refuse_loss(name, value)
         return value.detach().to(torch.float64, copy=True)
     return host_number(name, value)
 
@@ -130,6 +141,16 @@ class Window:
     @property
     def pending(self) -> Pending:
         return Pending(self.microbatches, float(self.weight))
+
+    @property
+    def open(self) -> bool:
+        """Whether there was a micro-batch, if only one that was rejected."""
+        return self.microbatches > 0 or self.rejected > 0
+
+    @property
+    def unscaled(self) -> bool:
+        """Whether all micro-batches came without a factor."""
+        return not self.weighted and self.last == 1 and (self.earlier == 0 or self.usual == 1)
 
     def refuse_mixing(self, weight: float | Tensor | None) -> None:
         if self.microbatches and self.weighted != (weight is not None):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -28,7 +30,7 @@ class WindowInGrad:
     window: number of the open window. backwards: how many have finished. spoiled: why the window cannot be stepped.
     edited: the parameter whose undivided p.grad was changed. direct: slots of parameters that get their gradients
     directly; direct_backwards: how many backwards of this window had such. leftover: some p.grad may be from before
-    the hooks.
+    the hooks. handed_out: what scale_loss returned last, if its backward has not come.
     """
 
     run: Callable[[], Runtime | None]
@@ -45,6 +47,7 @@ class WindowInGrad:
     check_direct: bool
     finishing: bool
     installed: bool
+    handed_out: weakref.ref | None
     leftover: bool
 
     def end_removed(self) -> None:
@@ -152,11 +155,19 @@ class WindowInGrad:
     def record(self, scale: float | Tensor, weight: float | Tensor | None) -> None:
         """The running backward is that of a scaled loss; it counts once it has finished."""
         self.refuse_compiled_autograd()
+        self.handed_out = None
         task = self.tasks.enter()
         if weight is None:
             task.scale = scale
         else:
             task.weight = weight if task.weight is None else task.weight + weight
+
+    def _warn_of_dropped(self) -> None:
+        """After the backward of a loss without a factor: warn where one that scale_loss returned is gone, unused."""
+        dropped = self.handed_out is not None and self.handed_out() is None
+        message = "the loss that scale_loss() returned was dropped, and one without its factor went backward"
+        if dropped and (message := self.run().window.once("dropped", message)):
+            warnings.warn(f"{message}: optimizer.scale_loss(loss, ...).backward()", UserWarning, stacklevel=2)
 
     def _note_version(self, slot: Slot, p: Tensor) -> None:
         """After a hook, while weights are recorded: autograd's addition raises the version by one."""
@@ -256,3 +267,4 @@ class WindowInGrad:
             window.add(task.scale, None)
         else:
             window.count()
+            self._warn_of_dropped()
