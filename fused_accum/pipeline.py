@@ -131,18 +131,21 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
     hypers = Hyper.of_all(opt.param_groups)
     amp = _amp_tensors(opt)
     run.stepped_in_backward = False
+    note = None
     if run.backward is not None:
         _refuse_factors("step", run, scale, weight)
         run.backward.refuse_step()
     elif _is_zero(_factor(scale, weight)):
-        take_microbatch(opt, scale, weight)
+        note = take_microbatch(opt, scale, weight)
+        scale, weight = 1.0, None  # nothing is left that they would be of
     buckets, found = run.collect(opt.param_groups, buffers=False)
     try:
         if run.backward is None and found:
             run.window.refuse_mixing(weight)
-        note = _nothing_left(run, scale, weight) if not found else None
         if found:
             run.idle_steps = 0
+        else:
+            note = note or _nothing_left(run, scale, weight)
         inverse_grad_scale, found_inf = _amp_factors(amp, buckets, on_device=not run.options.measures)
         if run.backward is None and found and not found_inf and _rejected(opt, buckets, _factor(scale, weight)):
             buckets, found = run.collect(opt.param_groups, buffers=False)

@@ -259,3 +259,93 @@ def test_the_state_of_an_adam_is_taken(opt, cls):
     give_ones(opt)
     opt.step()
     assert float(opt.state[params_of(opt)[0]]["step"]) == 2
+
+
+@pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
+def test_hyperparameters_are_set_in_groups(opt, name):
+    refused(AttributeError, [name, f"param_groups[i]['{name}'] = 0.5", "change nothing"], setattr, opt, name, 0.5)
+    assert not hasattr(opt, name)  # as torch's
+
+
+# -- calls that find nothing -----------------------------------------------------------------------------------------
+
+
+def test_accumulate_without_any_gradient_is_warned_of_once(opt):
+    for expected in (1, 0):
+        give_ones(opt)
+        for p in params_of(opt):
+            p.grad = None  # before it is taken
+        found = heard(opt.accumulate)
+        assert len(found) == expected
+        for message in found:
+            assert_names(message, ["accumulate() found no gradient", "cleared", "no_grad", "replaced"])
+
+
+def test_a_second_accumulate_is_not_warned_of(opt):
+    give_ones(opt)
+    opt.accumulate()
+    opt.accumulate()
+    opt.step()
+    opt.step()
+
+
+def test_steps_that_never_find_a_gradient_are_warned_of_once(opt):
+    """A parameter replaced after the optimizer was made trains nothing. One step for torch's schedulers is fine."""
+    opt.step()
+    opt.step()
+    (message,) = heard(opt.step)
+    assert_names(message, ["step(), 3 times in a row, found no gradient", "replaced"])
+    for _ in range(5):
+        opt.step()
+
+
+@pytest.mark.parametrize("way", ["p.grad", "window", "in-backward"])
+def test_steps_with_gradients_in_between_are_not_warned_of(opt, way):
+    params = params_of(opt)
+    if way == "in-backward":
+        opt.accumulate_in_backward()
+    for _ in range(4):
+        if way == "in-backward":
+            loss_with(params, [torch.ones_like(p) for p in params]).backward()
+        else:
+            give_ones(opt)
+        if way == "window":
+            opt.accumulate()
+        opt.step()
+        opt.step()
+        opt.step()
+
+
+@pytest.mark.parametrize("factor", [{"scale": 0.25}, {"weight": 3}], ids=str)
+def test_a_factor_of_step_that_nothing_uses_is_warned_of_once(opt, factor):
+    """accumulate() four times, and step(scale=1/4) that is to make a mean of it."""
+    (name,) = factor
+    for expected in (1, 0):
+        for _ in range(4):
+            give_ones(opt)
+            opt.accumulate()
+        found = heard(opt.step, **factor)
+        assert len(found) == expected
+        for message in found:
+            assert_names(message, [f"{name} was not used", f"Pass {name}= to every accumulate()"])
+
+
+@pytest.mark.parametrize("factor", [{"scale": 0.25}, {"weight": 3}], ids=str)
+def test_a_factor_of_step_that_accumulate_had_too_is_not_warned_of(opt, factor):
+    for _ in range(4):
+        give_ones(opt)
+        opt.accumulate(**factor)
+    opt.step(**factor)
+
+
+@pytest.mark.parametrize("name", ["scale", "weight"])
+@pytest.mark.parametrize("call", ["accumulate", "step", "scale_loss"])
+def test_a_loss_as_a_factor_is_refused(opt, call, name):
+    if call == "scale_loss":
+        opt.accumulate_in_backward()
+    else:
+        give_ones(opt)
+    before, loss = snapshot(opt), params_of(opt)[0].sum()
+    words = [f"{name} is a tensor that requires grad (the loss?)", f"{name}.detach()"]
+    refused(TypeError, words, getattr(opt, call), *[loss] * (call == "scale_loss"), **{name: loss})
+    assert_unchanged(before, snapshot(opt))

@@ -213,3 +213,43 @@ def test_the_backward_of_a_loss_scaled_before_removal(removed, pending):
     with pytest.raises(RuntimeError, match="handle was removed in between"):
         loss.backward()
     opt.step()
+
+
+# -- what scale_loss() returns ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [{"scale": 0.25}, {"weight": 3}], ids=str)
+def test_a_scaled_loss_that_is_dropped_for_the_plain_one_is_warned_of_once(opt, factor):
+    opt.accumulate_in_backward()
+    params = params_of(opt)
+
+    def train():
+        loss = params[0].sum()
+        opt.scale_loss(loss, **factor)
+        loss.backward()
+        opt.step()
+
+    (message,) = heard(train)
+    assert "scale_loss() returned was dropped" in message
+    train()
+
+
+def test_a_scaled_loss_that_is_kept_or_not_needed_is_not_warned_of(opt):
+    opt.accumulate_in_backward()
+    params = params_of(opt)
+    first = opt.scale_loss(params[0].sum(), 0.25)
+    params[0].sum().backward()  # another loss, before it
+    first.backward()
+    opt.scale_loss(params[0].sum() * float("nan"), 0.25)  # seen to be NaN, and skipped
+    opt.scale_loss(params[0].sum(), 0.25).backward()
+    params[0].sum().backward()
+    opt.step()
+
+
+def test_a_loss_cannot_have_two_weights(opt):
+    opt.accumulate_in_backward()
+    scaled = opt.scale_loss(params_of(opt)[0].sum(), weight=3)
+    refused(ValueError, ["has a weight already", "once"], opt.scale_loss, scaled, weight=3)
+    (opt.scale_loss(scaled, 0.5) + opt.scale_loss(params_of(opt)[1].sum(), weight=4)).backward()
+    assert opt.pending == (1, 7.0)
+    opt.step()
