@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .direct_ops import add_product, add_row_sum
+from .direct_ops import add_product, add_row_sum, linear
 from .entry import never_compiled
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class DirectLinear(_Direct):
         used = weight if dtype is None else weight.to(dtype)
         ctx.save_for_backward(x, used)
         offset = bias if bias is None or dtype is None else bias.to(dtype)
-        return F.linear(x, used.t() if transposed else used, offset)
+        return linear(x, used.t() if transposed else used, offset)
 
     @staticmethod
     @never_compiled
