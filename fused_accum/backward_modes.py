@@ -177,8 +177,8 @@ class BackwardModes:
         if loss.dtype == torch.float16 or any(p.dtype == torch.float16 for p in params):
             raise ValueError(
                 f"scale_loss(weight={weight:g}) with float16 gradients, which backward computes from the weighted "
-                f"loss: scale * weight must be at most {HALF_LARGEST:.0f} there, float16's largest. Weights are in any "
-                "unit: divide all weights of a window by one number"
+                f"loss: scale * weight must be at most {HALF_LARGEST:.0f} there, float16's largest. Weights are in "
+                "any unit: divide all weights of a window by one number"
             )
 
     def step_in_backward(self) -> StepInBackward:
