@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from . import backends, checks
 from ._native import same_objects
-from .buckets import Accum, Bucket, Stale
+from .buckets import Bucket, Stale
+from .buffers import Accum
 from .in_backward import InBackward
 from .norms import Norms
 from .state import Options

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..buckets import BY_GRAD, Bucket
+from ..buckets import Bucket
+from ..buffers import BY_GRAD
 from . import triton_probe
 from .base import Backend, Rows, refuse_outside
 from .triton_batch import (
