@@ -55,7 +55,6 @@ class Bucket(Buffers):
         self.measured: list[int] = []
         self.squares: Tensor = torch.zeros(0, dtype=torch.float64)
         self.grads: Sequence[Tensor | None] | dict[int, Tensor | None] | None = None
-        self.factors: tuple[Tensor | None, Tensor | None] = (None, None)
         self.hypers: Sequence[Hyper] = ()  # of the groups, for ``step_row``
 
     # -- the way of a gradient ------------------------------------------------------------------------------
@@ -76,9 +75,12 @@ class Bucket(Buffers):
             self.allocate([i for i in rows if self.accums[i] is None])
         return len(rows)
 
-    def accumulate(self, scale: float) -> None:
-        """(1) for every collected gradient; sets those ``p.grad`` to None."""
+    def accumulate(self, scale: float | Tensor) -> None:
+        """(1) for every collected gradient; sets those ``p.grad`` to None.
+
+        scale: on backends that decide on the device also a 0-dim float64 there, where 0 adds nothing."""
         rows = [i for i, g in enumerate(self.grads) if g is not None]
+        self.count(rows, scale)
         self.add(rows, scale)
         for i in rows:
             self.present[i] = 1
@@ -97,22 +99,29 @@ class Bucket(Buffers):
                 if spec.name in state[p] and spec.wanted(p, group, self.options):
                     checks.check_state(self.name_of(p), spec, p, state[p][spec.name], self.options)
 
-    def sum_up(self, scale: float) -> None:
+    def sum_up(self, scale: float | Tensor) -> None:
         """After ``prepare``, before a step that needs the norm: what is to be added to a buffer is added, and
         ``measured`` and ``squares`` tell of every row with a contribution. A first one stays in ``p.grad``."""
         rows = self.contributing()
         both = [i for i in rows if self.grads[i] is not None and self.present[i] == 1]
         if both:
+            self.count(both, scale)
             self.add(both, scale)
             for i in both:
                 self.params[i].grad = self.grads[i] = None
         self.measured = rows
         self.squares = self.measure(rows, [self.grads[i] for i in rows], scale)
 
-    def measure_gradients(self, scale: float) -> None:
+    def measure_gradients(self, scale: float | Tensor) -> None:
         """``measured`` and ``squares`` of ``scale * p.grad`` for every collected gradient; changes nothing else."""
         self.measured = [i for i, g in enumerate(self.grads) if g is not None]
         self.squares = self.measure(self.measured, [self.grads[i] for i in self.measured], scale)
+
+    def by_row(self) -> Tensor:
+        """``squares`` by row, 0 where none was measured."""
+        if len(self.measured) == len(self.params):
+            return self.squares
+        return self.squares.new_zeros(len(self.params)).index_copy_(0, self.places(self.measured), self.squares)
 
     @torch.no_grad()
     def measure(self, rows: Sequence[int], grads: Sequence[Tensor | None], scale: float) -> Tensor:
@@ -147,13 +156,14 @@ class Bucket(Buffers):
         self,
         state: dict,
         hypers: Sequence[Hyper],
-        scale: float,
+        scale: float | Tensor,
         coefficient: float,
         factors: norms.Factors | None = None,
     ) -> None:
         """(2) to (6) for every row with a contribution, after ``prepare``; consumes gradients and buffers."""
-        table = self.rows(self.contributing(), state, hypers, scale, coefficient)
-        table.factors = factors
+        rows = self.contributing()
+        table = self.rows(rows, state, hypers, scale, coefficient)
+        table.factors, table.counts = factors, self.counted(rows)
         self.backend.adamw(table)
         aliases = [g for g, present in zip(self.grads, self.present) if present == BY_GRAD]
         increment_version([*table.written(), *aliases])
@@ -169,7 +179,7 @@ class Bucket(Buffers):
             g = checks.plain_gradient(g)
         self.grads = {i: g}
         checks.check_options(self.name_of(p), p, self.options)
-        complete(state[p], p, groups[self.groups[i]], self.options)
+        self.complete(state[p], p, groups[self.groups[i]], self.options)
         table = self.rows([i], state, self.hypers, 1.0, coefficient)
         self.backend.adamw(table)
         increment_version([*table.written(), *([g] if self.present[i] == BY_GRAD else [])])
@@ -180,13 +190,11 @@ class Bucket(Buffers):
     def complete(self, state: dict[str, Any], p: Tensor, group: dict[str, Any], options: Options) -> None:
         """Add to ``state`` what an update of ``p`` needs and ``state`` lacks."""
         complete(state, p, group, options)
+        if self.backend.decides_on_device:
+            with torch.inference_mode(False), torch.no_grad():
+                state["step"] = state["step"].to(self.device)
 
-    def reads_factors(self, grad_scale: Tensor | None, found_inf: Tensor) -> bool:
-        """Whether ``step`` heeds these factors of a GradScaler where they lie, without the host knowing them: set as
-        ``factors``, gradients are divided by ``grad_scale``, and ``found_inf`` not 0 drops them, counting nothing."""
-        return False
-
-    def add(self, rows: Sequence[int], scale: float) -> None:
+    def add(self, rows: Sequence[int], scale: float | Tensor) -> None:
         """(1) for ``rows``, of which all have a gradient."""
         accums = [self.accums[i] for i in rows]
         first = [not self.present[i] for i in rows]
@@ -204,14 +212,13 @@ class Bucket(Buffers):
         self.release()
 
     def release(self) -> None:
-        """Forget what ``collect`` found, and the coming step's factors."""
+        """Forget what ``collect`` found."""
         self.grads = None
-        self.factors = (None, None)
 
     # -- pieces ---------------------------------------------------------------------------------------------
 
     def rows(
-        self, rows: Sequence[int], state: dict, hypers: Sequence[Hyper], scale: float, coefficient: float
+        self, rows: Sequence[int], state: dict, hypers: Sequence[Hyper], scale: float | Tensor, coefficient: float
     ) -> Rows:
         """The launch table of the given rows."""
         states = [state[self.params[i]] for i in rows]

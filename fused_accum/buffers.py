@@ -34,6 +34,8 @@ class Buffers:
             put there, BY_GRAD where ``collect`` found that p.grad is the buffer.
         stale: 1 where the buffer, when nothing is present, does not read zero.
         dtypes: the parameter's dtype when its buffer was made, as an index into PARAMETER_DTYPES.
+        counts: how many contributions a buffer in ``present`` holds, float64 on the device, where it may be none and
+            only the device knows; None: one at least.
     """
 
     def __init__(self, device: torch.device, params: Sequence[Tensor], options: Options) -> None:
@@ -43,6 +45,8 @@ class Buffers:
         self.dtypes = bytearray(len(self.params))
         self.present = bytearray(len(self.params))
         self.stale = bytearray(len(self.params))
+        self.counts: Tensor | None = None
+        self.sent: dict[tuple[int, ...], Tensor] = {}
 
     def is_buffer(self, i: int, g: Tensor) -> bool:
         """Whether the gradient ``g`` of parameter ``i`` is its buffer under another name."""
@@ -83,11 +87,55 @@ class Buffers:
 
     # -- the window's content -------------------------------------------------------------------------------
 
+    def places(self, rows: Sequence[int]) -> Tensor:
+        """``rows`` as a tensor on the device, sent there once and without waiting."""
+        key = tuple(rows)
+        if key not in self.sent:
+            if len(self.sent) == 4:
+                self.sent.clear()
+            with torch.inference_mode(False):
+                self.sent[key] = self._send(key, torch.int64)
+        return self.sent[key]
+
+    def _send(self, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
+        host = torch.tensor(numbers, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return host.to(self.device, non_blocking=True)
+
+    @torch.no_grad()
+    def count(self, rows: Sequence[int], scale: float | Tensor) -> None:
+        """Before a contribution times ``scale`` is added to ``rows``: count it on the device, where a scale of 0, or
+        one before it in this window, may be none."""
+        on_device = isinstance(scale, Tensor)
+        if self.counts is None:
+            if not on_device:
+                return
+            begun = torch.zeros(len(self.params), dtype=torch.float64, device=self.device)
+            self.counts = self._send(self.present, torch.float64) if any(self.present) else begun
+        one = (scale != 0).double() if on_device else torch.ones((), dtype=torch.float64, device=self.device)
+        if len(rows) == len(self.params):
+            self.counts += one
+        else:
+            self.counts.index_add_(0, self.places(rows), one.expand(len(rows)))
+
+    def counted(self, rows: Sequence[int]) -> Tensor | None:
+        """``counts`` of these rows."""
+        return None if self.counts is None else self.counts.index_select(0, self.places(rows))
+
+    def settle(self) -> None:
+        """Forget contributions that were none; waits for a device that has counted."""
+        if self.counts is None:
+            return
+        for i, count in enumerate(self.counts.tolist()):
+            if self.present[i] and not count:
+                self.present[i] = self.stale[i] = 0  # zeros were written
+        self.counts = None
+
     def consumed(self, present: Sequence[int]) -> None:
         """The buffers of all rows in ``present`` have been read and zeroed."""
         if 1 in self.stale:
             self.stale[:] = bytes(map(gt, self.stale, present))
         self.present[:] = bytes(len(self.params))
+        self.counts = None
 
     def clear_window(self) -> None:
         """Drop every contribution; the buffers read zero."""
@@ -96,6 +144,7 @@ class Buffers:
                 self.accums[i].zero_()
                 self.stale[i] = 0
         self.present[:] = bytes(len(self.params))
+        self.counts = None
 
     def clear_aliases(self) -> None:
         """Make the buffers that ``collect`` found to be p.grad read zero."""

@@ -28,10 +28,12 @@ class LookingIn:
     def pending(self) -> Pending:
         """``(microbatches, weight)`` of the open window: how many had a gradient, the sum of their weights.
 
-        While accumulating in backward, how many backwards have finished.
+        While accumulating in backward, how many backwards have finished. Reading it waits for a GPU that holds a
+        weight, or that has judged micro-batches (``skip_nonfinite="microbatch"``).
         """
         if self._run.backward is not None:
             self._run.backward.settle()
+        self._run.settle()
         return self._run.window.pending
 
     @property
@@ -46,7 +48,7 @@ class LookingIn:
 
     def grad_norms(self) -> dict[Tensor, Tensor]:
         """The L2 norm of every parameter's part of ``grad_norm``'s gradient, 0-dim, by parameter; those without a
-        contribution are left out. Empty where ``grad_norm`` is None."""
+        contribution are left out; where only a GPU knows that, they are 0. Empty where ``grad_norm`` is None."""
         found = self._run.norms
         return {} if found is None else found.each()
 
@@ -56,19 +58,21 @@ class LookingIn:
 
         On a GPU reading it waits for the device.
         """
-        run = self._run
-        return run.skipped_steps + (0 if run.skipped_on_device is None else int(run.skipped_on_device))
+        return self._run.skipped_steps.read()
 
     @property
     def skipped_microbatches(self) -> int:
-        """How many micro-batches ``skip_nonfinite="microbatch"`` has rejected."""
-        return self._run.skipped_microbatches
+        """How many micro-batches ``skip_nonfinite="microbatch"`` has rejected.
+
+        On a GPU reading it waits for the device.
+        """
+        return self._run.window.rejections.read()
 
     @property
     def nonfinite_parameter(self) -> str | None:
         """The name of the first parameter with an inf or a NaN in what was skipped last; None: nothing was.
 
-        With the CUDA backend, where the host does not know of a skip: of the last step, None if that was finite.
+        On a GPU reading it waits for the device.
         """
         found = self._run.offender
         return None if found is None else found.nonfinite()

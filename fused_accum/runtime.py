@@ -22,6 +22,7 @@ from .buckets import Bucket, Stale
 from .buffers import Accum
 from .in_backward import InBackward
 from .norms import Norms
+from .skipping import Count, Offender
 from .state import Options
 from .window import Window
 
@@ -76,9 +77,8 @@ class Runtime:
         self.half_applied: str | None = None  # what stopped a step in the middle
         self.stepped_in_backward = False  # the last window, and no backward since
         self.norms: Norms | None = None  # of the last step that needed them
-        self.offender: Norms | None = None  # of what was skipped last
-        self.skipped_steps = self.skipped_microbatches = 0
-        self.skipped_on_device: Tensor | None = None  # steps, counted where the host does not know of them
+        self.offender: Offender | Norms | None = None  # what was skipped last
+        self.skipped_steps = Count()
         self._groups: Sequence[dict[str, Any]] = []
         self._where: dict[int, tuple[Bucket, int]] = {}
         self._members: list[list[Tensor]] = []  # of every group
@@ -201,6 +201,8 @@ class Runtime:
             for p in members:
                 checks.check_options(names[id(p)], p, self.options)
         chosen = {device: self.choose(device) for device in where}
+        for bucket in self._buckets:
+            bucket.settle()
         accums = self.export()
         fresh = []
         for device, (members, owners, places) in where.items():
@@ -241,6 +243,13 @@ class Runtime:
                 raise
 
     # -- the window's content -------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Learn what of the open window only a device knows: which micro-batches it has rejected, and so which
+        parameters have a contribution. Waits for it."""
+        for bucket in self._buckets:
+            bucket.settle()
+        self.window.settle()
 
     def export(self) -> dict[int, Accum]:
         accums: dict[int, Accum] = {}

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .skipping import Count
+
 
 class Pending(NamedTuple):
     """What the open window holds: micro-batches with a gradient, and the sum of their weights."""
@@ -52,6 +54,7 @@ class Window:
     """
 
     def __init__(self) -> None:
+        self.rejections = Count()  # by skip_nonfinite="microbatch", in this window and before
         self.previous_scale_sum: float | None = None
         self.warned_scale_sum = False
         self.clear()
@@ -63,7 +66,7 @@ class Window:
         self.scale_sum = 0.0
         self.scaled = 0
         self.began_state = False
-        self.rejected = 0  # by skip_nonfinite="microbatch": in none of the other counts
+        self.rejected_before = self.rejections
 
     def emptied(self) -> Window:
         """A copy that remembers earlier windows only."""
@@ -74,6 +77,18 @@ class Window:
     @property
     def pending(self) -> Pending:
         return Pending(self.microbatches, float(self.weight))
+
+    def settle(self) -> None:
+        """Count out what the device has rejected; waits for it."""
+        now, before = self.rejections, self.rejected_before
+        if now.judged == before.judged:
+            return
+        self.rejections, self.rejected_before = Count(now.read()), Count(before.read())
+        rejected = self.rejections.known - self.rejected_before.known - (now.known - before.known)
+        if rejected:
+            self.microbatches -= rejected
+            self.scaled = 0  # which scales were theirs is not known
+            self.weighted = self.weighted and self.microbatches > 0
 
     def refuse_mixing(self, weight: float | Tensor | None) -> None:
         if self.microbatches and self.weighted != (weight is not None):
@@ -108,9 +123,10 @@ class Window:
         """End the window; returns what to warn of: that all of it was rejected, or (once) that its scales add up to
         another sum than before."""
         message = None
-        if self.rejected and not self.microbatches:
+        rejected = self.rejections.known - self.rejected_before.known
+        if rejected and not self.microbatches:
             message = (
-                f"skip_nonfinite='microbatch' rejected all {self.rejected} micro-batch(es) of this window, whose "
+                f"skip_nonfinite='microbatch' rejected all {rejected} micro-batch(es) of this window, whose "
                 "gradients have an inf or a NaN: there is nothing to average, so no parameter was updated and the "
                 "window is closed; nonfinite_parameter names the first of them"
             )

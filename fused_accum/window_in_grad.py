@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from . import streams
+from . import amp, streams
 from .graph_tasks import GraphTasks, Task
 from .slots import ALL, NOTHING, VERSIONS, Slot
 
@@ -26,7 +26,8 @@ class WindowInGrad:
 
     window: number of the open window. backwards: how many have finished. spoiled: why the window cannot be stepped.
     edited: the parameter whose undivided p.grad was changed. direct: slots of parameters that get their gradients
-    directly; direct_backwards: how many backwards of this window had such.
+    directly; direct_backwards: how many backwards of this window had such. versions: of p.grad, when the last
+    backward had finished.
     """
 
     run: Callable[[], Runtime | None]
@@ -42,6 +43,7 @@ class WindowInGrad:
     direct_backwards: int
     check_direct: bool
     finishing: bool
+    versions: amp.Versions
 
     def end_removed(self) -> None:
         raise NotImplementedError
@@ -74,6 +76,7 @@ class WindowInGrad:
         self.spoiled = self.edited = None
         self.watch(None)
         self.direct_backwards = 0
+        self.versions = amp.Versions()
 
     def discarded(self) -> None:
         """p.grad was cleared by the optimizer itself: whatever happened to it is over."""
@@ -184,6 +187,9 @@ class WindowInGrad:
                 "lock what its hooks do, and gradients would be lost; run one backward at a time (a lock around it), "
                 "or call accumulate() after them, without accumulate_in_backward(). zero_grad() drops the window"
             )
+        versions, self.versions = self.versions, amp.Versions()
+        if versions.changed() and amp.unscaled(run.owner()):
+            raise RuntimeError(amp.MIXED)
         if self.tasks.left_entering(task.id):  # what it left in p.grad looks like what this backward puts there
             raise RuntimeError(UNFINISHED)
         if len(self.tasks.running) > 1 and self.tasks.unfinished():
@@ -221,3 +227,4 @@ class WindowInGrad:
             window.add(task.scale, None)
         else:
             window.count()
+        self.versions = amp.Versions.of(slot.view() for slot in self.slots.values() if self.holds(slot))

@@ -1,4 +1,4 @@
-"""Runs emulated_scalars.py: what backend "cuda" reads on the device, and tells torch's allocator."""
+"""Runs emulated_scalars.py and decided_on_device.py: what backend "cuda" reads and decides on the device."""
 
 import shutil
 import subprocess
@@ -11,7 +11,8 @@ import pytest
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 def test_scalars_on_the_device():
     module = cuda_emulated.build_module()
-    command = ["-m", "pytest", "-q", "-p", "cuda_emulated", "-p", "no:cacheprovider", "emulated_scalars.py"]
+    command = ["-m", "pytest", "-q", "-p", "cuda_emulated", "-p", "no:cacheprovider", "emulated_scalars.py",
+               "decided_on_device.py"]  # fmt: skip
     done = subprocess.run(
         [sys.executable, *command],
         env=cuda_emulated.environment(module, "steps-on-device"), cwd=cuda_emulated.TESTS, stdin=subprocess.DEVNULL,
