@@ -149,7 +149,7 @@ class WindowInGrad:
         """Note whether a p.grad has been changed since the last hook."""
         for slot in self.slots.values():
             p = slot.param()
-            if p is not None and p.grad is not None:
+            if p is not None and p.grad is not None and p.grad.numel():  # nothing lies anywhere of an empty one
                 own = self.holds(slot) and p.grad.data_ptr() == slot.ptr and p.grad._version == slot.version
                 if not own:
                     self.edited = self.run().name_of(p)

@@ -159,3 +159,68 @@ def test_a_change_of_scale_in_mid_window_is_refused(make, device, mode, weighted
             opt.zero_grad()
         assert_close(*models, *opts)
     assert scalers[0].get_scale() == 2.0**11
+
+
+@pytest.mark.parametrize("mode", ["in backward", "direct"])
+@pytest.mark.parametrize("clips", [False, True])
+def test_unscaling_in_mid_window_is_refused(make, device, mode, clips):
+    """torch adds scaled gradients to unscaled ones in silence. Other edits of p.grad between backwards are right."""
+    model = net(device)
+    opt = make(model.parameters(), **LARGE)
+    opt.accumulate_in_backward() if mode == "in backward" else opt.direct_wgrad(model)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**8)
+
+    def backward():
+        scaler.scale(model(values((5, 4), device=device, spread=False)).square().mean()).backward()
+
+    for _ in range(2):  # what is allowed
+        backward()
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        backward()
+        scaler.unscale_(opt)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(opt)
+        scaler.update()
+    before = copy.deepcopy([opt.state_dict(), list(model.parameters())])
+    backward()
+    scaler.unscale_(opt)
+    if clips:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for words in ("unscale_.. was called between two backwards", "did not finish"):
+        with pytest.raises(RuntimeError, match=rf"{words}.*zero_grad\(\)"):
+            backward()
+    with pytest.raises(RuntimeError, match="did not finish"):
+        opt.step()
+    opt.zero_grad()
+    scaler.update()
+    after = [opt.state_dict(), list(model.parameters())]
+    assert str(before) == str(after)
+    backward()
+    scaler.step(opt)
+    assert float(opt.state[next(model.parameters())]["step"]) == 3
+
+
+def test_objects_are_looked_through_only_where_a_gradient_was_changed(make, device, monkeypatch):
+    """The search for scalers takes long; reentrant checkpoints, whose backwards are many, cost none."""
+    from torch.utils.checkpoint import checkpoint
+
+    from fused_accum import amp
+
+    asked = []
+    monkeypatch.setattr(amp, "unscaled", lambda _: bool(asked.append(1)))
+    model = net(device)
+    opt = make(model.parameters(), **LARGE)
+    opt.accumulate_in_backward()
+    for change in (None, "edit", "replace", None):
+        for k in range(3):
+            x = values((5, 4), device=device, spread=False).requires_grad_()
+            hidden = checkpoint(model[0], x, use_reentrant=True)
+            checkpoint(model[1], hidden, use_reentrant=True).square().mean().backward()
+            if k == 0 and change == "edit":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            elif k == 0 and change == "replace":
+                for p in model.parameters():
+                    p.grad = p.grad * 2
+        opt.step()
+    assert asked == [1]

@@ -73,10 +73,12 @@ def count_kernel(table, numbers, counts, narrow, wide, count, ROWS: tl.constexpr
     group = tl.load(table + GROUP, mask=mask, other=0)
 
     scale = tl.load(numbers)
-    ignores_grad = (tl.load(numbers + 3) != 0) & (scale == 0)
-    held = tl.load(counts + row, mask=mask & (tl.load(numbers + 4) != 0), other=1)
-    contributed = (((flags & HAS_GRAD) != 0) & (ignores_grad == 0)) | (((flags & HAS_ACCUM) != 0) & (held != 0))
-    dropped = (tl.load(numbers + 2) != 0) | (contributed == 0)
+    ignores_grad = tl.where(scale == 0, tl.load(numbers + 3), 0.0)
+    held = tl.load(counts + row * tl.load(numbers + 4).to(tl.int64), mask=mask, other=1)
+    held = tl.where(tl.load(numbers + 4) != 0, held, 1.0)
+    from_grad = tl.where(ignores_grad != 0, 0, flags & HAS_GRAD)
+    from_accum = tl.where(held == 0, 0, flags & HAS_ACCUM)
+    dropped = tl.where(tl.load(numbers + 2) != 0, 1, tl.where((from_grad | from_accum) == 0, 1, 0))
 
     narrow_step = step.to(tl.pointer_type(tl.float32))
     wide_step = step.to(tl.pointer_type(tl.float64))
@@ -108,4 +110,4 @@ def count_kernel(table, numbers, counts, narrow, wide, count, ROWS: tl.constexpr
     put(narrow + 10, wide + 10, mask, (bits & 0xFFFF).to(tl.float64))
     put(narrow + 11, wide + 11, mask, ((bits >> 16) & 0xFFFF).to(tl.float64))
     put(narrow + 12, wide + 12, mask, dropped.to(tl.float64))
-    put(narrow + 13, wide + 13, mask, tl.zeros((ROWS,), tl.float64) + ignores_grad.to(tl.float64))
+    put(narrow + 13, wide + 13, mask, tl.zeros((ROWS,), tl.float64) + ignores_grad)
