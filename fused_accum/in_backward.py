@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from . import checks, streams
-from .amp import Versions
 from .graph_tasks import GraphTasks
 from .slots import (
     RequiringGrad,
@@ -58,7 +57,6 @@ class InBackward(WindowInGrad):
         self.direct: list[Slot] = []  # of parameters that get their gradients directly
         self.direct_backwards = 0  # how many backwards of this window had such gradients
         self.check_direct = False
-        self.versions = Versions()
         weakref.finalize(run, remove_hooks, self.slots).atexit = False
 
     # -- hooks ----------------------------------------------------------------------------------------------

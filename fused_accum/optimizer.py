@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checkpoint, norms, pipeline
+from .amp import Scaler
 from .backward_modes import BackwardModes
 from .entry import hooked, one_graph_break
 from .looking_in import LookingIn
@@ -231,6 +233,7 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
         asked for (fused=True), while explicit micro-batches are pending, so that ``step`` can refuse, and while
         weights are recorded in backward, when p.grad must not be edited; and after step_in_backward(), to refuse."""
         run = self._run
+        run.scaler = Scaler.asking(sys._getframe(1)) or run.scaler
         explicit = run.backward is None and run.window.microbatches > 0
         weighted = run.backward is not None and run.window.weighted
         return run.amp_requested or explicit or weighted or run.stepped_in_backward

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from . import backends, checks
 from ._native import same_objects
+from .amp import Scaler
 from .buckets import Bucket, Stale
 from .buffers import Accum
 from .in_backward import InBackward
@@ -70,6 +71,7 @@ class Runtime:
         self.owner = weakref.ref(owner)
         self.window = Window()
         self.amp_requested = False
+        self.scaler: Scaler | None = None  # that stepped this optimizer last
         self.incoming: dict[str, Any] | None = None
         self.warned_mid_window_save = False
         self.backward: InBackward | None = None  # p.grad, not the buckets, says what the open window holds

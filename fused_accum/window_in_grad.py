@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from . import amp, streams
+from . import streams
+from .amp import MIXED
 from .graph_tasks import GraphTasks, Task
 from .slots import ALL, NOTHING, VERSIONS, Slot
 
@@ -26,8 +27,7 @@ class WindowInGrad:
 
     window: number of the open window. backwards: how many have finished. spoiled: why the window cannot be stepped.
     edited: the parameter whose undivided p.grad was changed. direct: slots of parameters that get their gradients
-    directly; direct_backwards: how many backwards of this window had such. versions: of p.grad, when the last
-    backward had finished.
+    directly; direct_backwards: how many backwards of this window had such.
     """
 
     run: Callable[[], Runtime | None]
@@ -43,7 +43,6 @@ class WindowInGrad:
     direct_backwards: int
     check_direct: bool
     finishing: bool
-    versions: amp.Versions
 
     def end_removed(self) -> None:
         raise NotImplementedError
@@ -76,7 +75,6 @@ class WindowInGrad:
         self.spoiled = self.edited = None
         self.watch(None)
         self.direct_backwards = 0
-        self.versions = amp.Versions()
 
     def discarded(self) -> None:
         """p.grad was cleared by the optimizer itself: whatever happened to it is over."""
@@ -187,9 +185,6 @@ class WindowInGrad:
                 "lock what its hooks do, and gradients would be lost; run one backward at a time (a lock around it), "
                 "or call accumulate() after them, without accumulate_in_backward(). zero_grad() drops the window"
             )
-        versions, self.versions = self.versions, amp.Versions()
-        if versions.changed() and amp.unscaled(run.owner()):
-            raise RuntimeError(amp.MIXED)
         if self.tasks.left_entering(task.id):  # what it left in p.grad looks like what this backward puts there
             raise RuntimeError(UNFINISHED)
         if len(self.tasks.running) > 1 and self.tasks.unfinished():
@@ -198,6 +193,8 @@ class WindowInGrad:
                 raise RuntimeError(UNFINISHED)
             self.tasks.forget_failures()
             self.close()
+        if run.window.microbatches and run.scaler is not None and run.scaler.has_unscaled():
+            raise RuntimeError(MIXED)
 
     def holds(self, slot: Slot) -> bool:
         """Whether p.grad still is what a hook of this window set it to."""
@@ -227,4 +224,3 @@ class WindowInGrad:
             window.add(task.scale, None)
         else:
             window.count()
-        self.versions = amp.Versions.of(slot.view() for slot in self.slots.values() if self.holds(slot))

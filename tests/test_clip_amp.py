@@ -164,7 +164,8 @@ def test_a_change_of_scale_in_mid_window_is_refused(make, device, mode, weighted
 @pytest.mark.parametrize("mode", ["in backward", "direct"])
 @pytest.mark.parametrize("clips", [False, True])
 def test_unscaling_in_mid_window_is_refused(make, device, mode, clips):
-    """torch adds scaled gradients to unscaled ones in silence. Other edits of p.grad between backwards are right."""
+    """torch adds scaled gradients to unscaled ones in silence. Other edits of p.grad between backwards are right. The
+    scaler is known from its first step on."""
     model = net(device)
     opt = make(model.parameters(), **LARGE)
     opt.accumulate_in_backward() if mode == "in backward" else opt.direct_wgrad(model)
@@ -182,7 +183,7 @@ def test_unscaling_in_mid_window_is_refused(make, device, mode, clips):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         scaler.step(opt)
         scaler.update()
-    before = copy.deepcopy([opt.state_dict(), list(model.parameters())])
+    before = str([opt.state_dict(), list(model.parameters())])
     backward()
     scaler.unscale_(opt)
     if clips:
@@ -194,33 +195,7 @@ def test_unscaling_in_mid_window_is_refused(make, device, mode, clips):
         opt.step()
     opt.zero_grad()
     scaler.update()
-    after = [opt.state_dict(), list(model.parameters())]
-    assert str(before) == str(after)
+    assert str([opt.state_dict(), list(model.parameters())]) == before
     backward()
     scaler.step(opt)
     assert float(opt.state[next(model.parameters())]["step"]) == 3
-
-
-def test_objects_are_looked_through_only_where_a_gradient_was_changed(make, device, monkeypatch):
-    """The search for scalers takes long; reentrant checkpoints, whose backwards are many, cost none."""
-    from torch.utils.checkpoint import checkpoint
-
-    from fused_accum import amp
-
-    asked = []
-    monkeypatch.setattr(amp, "unscaled", lambda _: bool(asked.append(1)))
-    model = net(device)
-    opt = make(model.parameters(), **LARGE)
-    opt.accumulate_in_backward()
-    for change in (None, "edit", "replace", None):
-        for k in range(3):
-            x = values((5, 4), device=device, spread=False).requires_grad_()
-            hidden = checkpoint(model[0], x, use_reentrant=True)
-            checkpoint(model[1], hidden, use_reentrant=True).square().mean().backward()
-            if k == 0 and change == "edit":
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            elif k == 0 and change == "replace":
-                for p in model.parameters():
-                    p.grad = p.grad * 2
-        opt.step()
-    assert asked == [1]
