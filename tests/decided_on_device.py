@@ -18,12 +18,12 @@ from fused_accum import FusedAccumAdamW, window
 
 NAME = "triton" if cuda_emulated.EMULATION is None else "cuda"
 LARGE = {"lr": 0.3, "weight_decay": 0.2}
-SHAPES = [(65,), (13, 17), (3,), (0,), (1030,)]
+SHAPES = [(65,), (13, 79), (3,), (0,)]
 SPOILS = [float("nan"), float("inf"), float("-inf")]
 # Micro-batches of a window that are spoiled, and parameters that are in these alone.
 WINDOWS = [
-    (3, {0}, {1: {0}}), (3, {1}, {1: {1}, 2: {0, 2}}), (3, {2}, {1: {2}, 4: {0}}), (3, {0, 1}, {0: {0}, 1: {0, 1}}),
-    (3, {0, 2}, {2: {0}, 4: {0, 2}}), (3, {1, 2}, {1: {1, 2}}), (3, {0, 1, 2}, {2: {1}}), (1, {0}, {2: set()}),
+    (3, {0}, {1: {0}}), (3, {1}, {1: {1}, 2: {0, 2}}), (3, {2}, {1: {2}, 3: {0}}), (3, {0, 1}, {0: {0}, 1: {0, 1}}),
+    (3, {0, 2}, {2: {0}, 3: {0, 2}}), (3, {1, 2}, {1: {1, 2}}), (3, {0, 1, 2}, {2: {1}}), (1, {0}, {2: set()}),
     (1, set(), {}), (2, set(), {1: {0}}),
 ]  # fmt: skip
 
@@ -147,10 +147,10 @@ def test_what_is_pending_is_what_was_not_rejected(guard, weight):
     assert [e.keys() for e in saved["state"].values()] == [e.keys() for e in expected["state"].values()]
     assert copied.skipped_microbatches == gpu.skipped_microbatches == 2
     ends = [cpu, gpu, loaded, copied]
-    give(ends, 1, {4: set()}, True)
+    give(ends, 1, {3: set()}, True)
     for opt in ends:
         opt.accumulate(weight=weight)
-    give(ends, 1, {4: set()}, False)
+    give(ends, 1, {3: set()}, False)
     for opt in ends:
         opt.step(weight=weight)
         assert_same(cpu, opt)
