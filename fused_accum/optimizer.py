@@ -59,7 +59,8 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
             global L2 norm inside ``step``, with torch.nn.utils.clip_grad_norm_'s coefficient; None: no clipping.
         skip_nonfinite: "step": a window whose gradient has an inf or a NaN is dropped, parameters and state
             untouched; "microbatch" (explicit mode only): a micro-batch with one is rejected before any of it is added
-            and its weight does not count; None: it is used as it is.
+            and its weight does not count; None: it is used as it is. On a GPU (backends "cuda" and "triton") the
+            device decides, nothing waits for it, and there is no warning of a window of which all was rejected.
         backend: "auto", or a name from ``python -m fused_accum``.
 
     Raises:
@@ -137,8 +138,8 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
         left alone; a call that finds no gradient at all counts nothing. Gradients are never written to.
 
         Args:
-            scale: number or 0-dim tensor, finite, >= 0. The CUDA backend reads tensors on the GPU there, unchecked:
-                the host does not wait for them.
+            scale: number or 0-dim tensor, finite, >= 0. Backends "cuda" and "triton" read tensors on the GPU there,
+                unchecked: the host does not wait for them.
             weight: number or 0-dim tensor, finite, >= 0, in any unit (tokens, samples); all micro-batches of a
                 window have one or none has. 0 skips the add, even of NaN.
 
