@@ -17,13 +17,8 @@ from .backward_modes import BackwardModes
 from .entry import hooked, one_graph_break
 from .looking_in import LookingIn
 from .runtime import Runtime
-from .state import Options
-
-# Options of __init__ beyond torch's.
-OF_THE_WHOLE = (
-    "accum_dtype", "state_dtype", "master_weights", "stochastic_rounding", "rounding_seed", "max_grad_norm",
-    "skip_nonfinite", "backend",
-)  # fmt: skip
+from .state import GroupOption, Option, Options
+from .window import count_as_scale
 
 
 class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
@@ -119,7 +114,7 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's; ValueError for an option that only the whole optimizer can have."""
-        whole = [name for name in OF_THE_WHOLE if isinstance(param_group, dict) and name in param_group]
+        whole = [name for name in Options._fields if isinstance(param_group, dict) and name in param_group]
         if whole:
             raise ValueError(
                 f"a parameter group has {whole[0]}={param_group[whole[0]]!r}, an option of the whole optimizer: pass "
@@ -149,9 +144,12 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
                 requiring grad, cast or moved in mid-window); called in a backward or concurrently. Nothing has
                 changed then.
         """
+        count = count_as_scale(scale, weight)
         scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("accumulate"):
-            pipeline.take_microbatch(self, scale, weight)
+            messages = pipeline.take_microbatch(self, scale, weight), self._run.window.once("count", count)
+        for message in filter(None, messages):
+            warnings.warn(message, UserWarning, stacklevel=3)
 
     @hooked
     def step(
@@ -181,10 +179,11 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        count = count_as_scale(scale, weight)
         scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("step"):
-            message = pipeline.end_window(self, scale, weight)
-        if message:
+            messages = pipeline.end_window(self, scale, weight), self._run.window.once("count", count)
+        for message in filter(None, messages):
             warnings.warn(message, UserWarning, stacklevel=4)
         return loss
 
@@ -267,6 +266,7 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
         dropped = run.window.microbatches
 
         def remember(_: Any, incoming: dict[str, Any]) -> None:
+            checkpoint.refuse_foreign(incoming)
             checkpoint.refuse_other_masters(self, incoming)
             checkpoint.saved_seed(self, incoming)
             run.incoming = incoming
@@ -297,3 +297,9 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
             checkpoint.unpickle(self, saved)
         elif self._run.incoming is not None:
             checkpoint.reinstate(self)
+
+
+for _name in Options._fields:
+    setattr(FusedAccumAdamW, _name, Option(_name))
+for _name in ("lr", "betas", "eps", "weight_decay"):
+    setattr(FusedAccumAdamW, _name, GroupOption(_name))

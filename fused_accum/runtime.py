@@ -81,6 +81,7 @@ class Runtime:
         self.norms: Norms | None = None  # of the last step that needed them
         self.offender: Offender | Norms | None = None  # what was skipped last
         self.skipped_steps = Count()
+        self.idle_steps = 0  # in a row, which found nothing
         self._groups: Sequence[dict[str, Any]] = []
         self._where: dict[int, tuple[Bucket, int]] = {}
         self._members: list[list[Tensor]] = []  # of every group
@@ -137,6 +138,7 @@ class Runtime:
             raise RuntimeError("the window of another backward mode is still open; call step() or zero_grad() first")
         buckets = self.buckets(groups)
         session.cover(p for bucket in buckets for p in bucket.params)
+        session.leftover = any(p.grad is not None for bucket in buckets for p in bucket.params)
         session.installed = True
         self.backward = session
         if self.hooks_missing:

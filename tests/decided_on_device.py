@@ -1,6 +1,6 @@
 """What is skipped, decided on the device alone: the results of backend "cpu", and nothing is read by the host.
 
-Run by test_cuda_scalars.py on the emulated backend "cuda", and by test_triton.py in Triton's interpreter."""
+Run by test_cuda_emulated.py on the emulated backend "cuda", and by test_triton.py in Triton's interpreter."""
 
 import copy
 import pickle
@@ -30,6 +30,16 @@ WINDOWS = [
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the scales of this window", "ignore:the weights of this window", "ignore:skip_nonfinite='microbatch' rej"
 )
+
+
+@pytest.fixture(autouse=True)
+def _steps_on_device():
+    if cuda_emulated.EMULATION is None:
+        yield
+        return
+    cuda_emulated.EMULATION.steps_on_device(True)
+    yield
+    cuda_emulated.EMULATION.reset()
 
 
 @pytest.fixture
