@@ -58,6 +58,8 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
             device decides, nothing waits for it, and there is no warning of a window of which all was rejected.
         backend: "auto", or a name from ``python -m fused_accum``.
 
+    Options beyond torch's are attributes that can be read; setting one raises AttributeError.
+
     Raises:
         ValueError, TypeError, RuntimeError: what torch.optim.AdamW raises, and for options of ours out of range.
     """
@@ -133,10 +135,12 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
         left alone; a call that finds no gradient at all counts nothing. Gradients are never written to.
 
         Args:
-            scale: number or 0-dim tensor, finite, >= 0. Backends "cuda" and "triton" read tensors on the GPU there,
-                unchecked: the host does not wait for them.
-            weight: number or 0-dim tensor, finite, >= 0, in any unit (tokens, samples); all micro-batches of a
-                window have one or none has. 0 skips the add, even of NaN.
+            scale: number or 0-dim tensor; it, and its product with the weight, 0 or from 1e-18 to 1e18. Backends
+                "cuda" and "triton" read tensors on the GPU there, unchecked: the host does not wait for them.
+            weight: number or 0-dim tensor, 0 or from 1e-18 to 1e18, in any unit (tokens, samples); all micro-batches
+                of a window have one or none has. 0 skips the add, even of NaN.
+
+        Warns, once: an integer scale above 1, which looks like a count of tokens; no gradient and no open window.
 
         Raises:
             ValueError: scale or weight out of range; weights mixed with none.
@@ -172,8 +176,12 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
         Returns:
             The closure's result, or None.
 
+        Warns, once each: as ``accumulate``; the sum of scales differs from the window before; the last scale seems
+        forgotten; a factor that no gradient was left for; the third call in a row that finds nothing.
+
         Raises:
-            As ``accumulate``; RuntimeError also when GradScaler steps with explicit contributions pending.
+            As ``accumulate``; ValueError for hyper-parameters in a group that no step can use (not finite, betas
+            outside [0, 1)); RuntimeError also when GradScaler steps with explicit contributions pending.
         """
         loss = None
         if closure is not None:
@@ -257,7 +265,8 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of torch.optim.AdamW; moments become ``state_dtype`` uncast by the
-        parameter's dtype. An open window is discarded with a warning, a saved one restored."""
+        parameter's dtype. An open window is discarded with a warning, a saved one restored. ValueError, with nothing
+        loaded, for what lacks AdamW's entries."""
         run = self._run
         owner = run.owner()
         if owner is not self:  # the wrapper's attributes are not the optimizer's, which torch's loading assigns to
