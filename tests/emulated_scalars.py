@@ -53,7 +53,7 @@ def assert_same(cpu, gpu):
 def end_window(opt, factors=None, before=lambda: None):
     """What step() does, with something between the reading of the hyper-parameters and the launch of the kernels."""
     (bucket,), _ = opt._run.collect(opt.param_groups, buffers=False)
-    hypers = [cuda.Hyper.of(group) for group in opt.param_groups]
+    hypers = cuda.Hyper.of_all(opt.param_groups)
     bucket.prepare(opt.state, opt.param_groups, hypers)
     before()
     bucket.step(opt.state, hypers, 1.0, 1.0, factors)

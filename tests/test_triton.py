@@ -53,7 +53,7 @@ def test_indices_norms_and_scatter_in_the_interpreter():
 
 
 def test_decisions_on_the_device_in_the_interpreter():
-    interpret("decided_on_device.py")
+    interpret("emulated_decisions.py")
 
 
 @pytest.mark.slow
