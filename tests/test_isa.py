@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from cases import BEYOND_CACHE, DTYPES, GRADIENT_LAYOUTS, HYPER, LAYOUT_SHAPE, PARAMETER_LAYOUTS, SHAPES, WINDOWS
-from harness import buffers, in_layout, micro_batches, parameter, parameters, run_window, values
+from harness import buffers, in_layout, micro_batches, parameter, parameters, run_checked, run_window, values
 from oracle import Oracle, same_bits
 
 from fused_accum import FusedAccumAdamW, backends
@@ -101,9 +101,7 @@ def test_oracle_on_each_path(isa, hyper):
     oracle = Oracle(opt)
     for _ in range(3):
         micros = micro_batches(params, WINDOWS["uneven"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
 
 
 def every_shape():
