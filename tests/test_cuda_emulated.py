@@ -40,8 +40,8 @@ def test_all_tests_of_all_backends():
 
 
 def test_races():
-    """None in the tests that reach every kernel; counts of updates on the host. Every byte that is touched is recorded,
-    which takes too long for all tests and for sanitizers too."""
+    """None in the tests that reach every kernel; counts of updates on the host. Every byte that is touched is
+    recorded, which takes too long for all tests, and for sanitizers too."""
     run("test_bits.py", "test_gpu.py", *kernel_tests.found(), settings="races", sanitized=False)
 
 
