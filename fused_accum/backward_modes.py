@@ -143,8 +143,8 @@ class BackwardModes:
         Raises:
             RuntimeError: not accumulating in backward, or no longer; a p.grad from before, with a weight.
             ValueError: scale or weight out of range (with float16 gradients above 4096 too); a loss that has a weight
-                already; weights mixed with none (a backward without ``scale_loss`` in a
-                weighted window raises when it finishes, and ``step`` then until ``zero_grad``).
+                already; weights mixed with none (a backward without ``scale_loss`` in a weighted window raises when
+                it finishes, and ``step`` then until ``zero_grad``).
         """
         count = count_as_scale(scale, weight)
         scale = number("scale", scale)
