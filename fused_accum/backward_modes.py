@@ -132,9 +132,9 @@ class BackwardModes:
 
         Args:
             loss: any tensor with a graph; not mutated.
-            scale, weight: number or 0-dim tensor, as for ``accumulate``; all losses of a window have a weight or none has. A
-                tensor on a GPU stays there and is not checked: nothing waits for it, where ``step`` need not know
-                the sum on the host (backend "cuda", no clipping, skipping or GradScaler); a weight of 0 then sends
+            scale, weight: number or 0-dim tensor, as for ``accumulate``; all losses of a window have a weight or none
+                has. A tensor on a GPU stays there and is not checked: nothing waits for it, where ``step`` need not
+                know the sum on the host (backend "cuda", no clipping, skipping or GradScaler); a weight of 0 then sends
                 zeros down, and a window of them is dropped without a warning.
 
         Returns:
