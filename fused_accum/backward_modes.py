@@ -17,7 +17,7 @@ from .scale_loss import scale_loss
 from .step_in_backward import StepInBackward
 from .window import count_as_scale, number, refuse_extremes
 
-HALF_LARGEST = 4096  # of a weight: leaves float16 gradients of a mean loss, which are small, a range of 16
+HALF_LARGEST = torch.finfo(torch.float16).max
 
 
 class BackwardModes:
@@ -178,7 +178,7 @@ class BackwardModes:
         if loss.dtype == torch.float16 or any(p.dtype == torch.float16 for p in params):
             raise ValueError(
                 f"scale_loss(weight={weight:g}) with float16 gradients, which backward computes from the weighted "
-                f"loss and which end at 65504: scale * weight must be at most {HALF_LARGEST} there. Weights are in "
+                f"loss: scale * weight must be at most {HALF_LARGEST:.0f} there, float16's largest. Weights are in "
                 "any unit: divide all weights of a window by one number"
             )
 

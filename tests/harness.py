@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from oracle import Micro, same_bits
+from oracle import Micro, Oracle, same_bits
 from torch import Tensor
 
 
@@ -119,6 +119,13 @@ def run_window(opt, micros: list[Micro], *, fold: bool = True, params=None) -> N
         assert all(g is None or same_bits(g, x) for g, x in zip(micro.grads, kept)), "a gradient was written"
     if not fold:
         opt.step()
+
+
+def run_checked(opt, oracle: Oracle, micros: list[Micro]) -> None:
+    """One window of the optimizer and of the oracle, which must agree."""
+    oracle.window(micros)
+    run_window(opt, micros)
+    oracle.check()
 
 
 def mid_window_state(opt) -> dict:

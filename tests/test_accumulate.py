@@ -11,6 +11,7 @@ from harness import (
     micro_batches,
     parameter,
     parameters,
+    run_checked,
     run_window,
     values,
 )
@@ -240,9 +241,7 @@ def test_empty_tensor_in_every_position(make, device, position):
     opt = make(params, lr=0.3)
     oracle = Oracle(opt)
     micros = micro_batches(params, WINDOWS["sum"])
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 def test_only_empty_tensors(make, device):
