@@ -134,8 +134,8 @@ class BackwardModes:
             loss: any tensor with a graph; not mutated.
             scale, weight: number or 0-dim tensor, as for ``accumulate``; all losses of a window have a weight or none
                 has. A tensor on a GPU stays there and is not checked: nothing waits for it, where ``step`` need not
-                know the sum on the host (backend "cuda", no clipping, skipping or GradScaler); a weight of 0 then sends
-                zeros down, and a window of them is dropped without a warning.
+                know the sum on the host (backend "cuda", no clipping, skipping or GradScaler); a weight of 0 then
+                sends zeros down, and a window of them is dropped without a warning.
 
         Returns:
             ``scale * weight * loss``.
