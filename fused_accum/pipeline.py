@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import checks, norms, skipping, window
 from .buckets import Bucket
+from .nothing_left import NOTHING_THERE, nothing_left
 from .skipping import there
 from .state import Hyper, complete
 
@@ -33,37 +34,6 @@ def factors_of(opt: FusedAccumAdamW, scale: Any, weight: Any) -> tuple[float | T
     scale, weight = read("scale", scale), None if weight is None else read("weight", weight)
     window.refuse_extremes(scale, weight)
     return scale, weight
-
-
-NOTHING_THERE = (
-    "{} found no gradient in any parameter, and no window is open: either no backward() came before, or it did not "
-    "reach this optimizer's parameters (p.grad cleared in between, a loss made under no_grad, parameters replaced or "
-    "frozen after the optimizer was made)"
-)
-IDLE_STEPS = 3  # in a row: one alone may be meant, as for the order of calls that torch's schedulers want
-
-
-def _nothing_left(run: Runtime, scale: float | Tensor, weight: float | Tensor | None) -> str | None:
-    """What to warn of where a step found no gradient in p.grad: that its factor was not used though no micro-batch
-    had one, or that there is nothing to step at all, again and again."""
-    if run.backward is not None and run.backward.finishing:
-        return None
-    if run.window.open:
-        run.idle_steps = 0
-        plain = not isinstance(scale, Tensor) and scale == 1
-        given = "weight" if weight is not None else None if plain else "scale"
-        if not given or not run.window.unscaled:
-            return None
-        return run.window.once(
-            "unused",
-            f"step({given}=) found no gradient left in p.grad, so {given} was not used: the micro-batches that "
-            f"accumulate() has taken had none. Pass {given}= to every accumulate(); step() is given that of a last "
-            "micro-batch still in p.grad",
-        )
-    run.idle_steps += 1
-    if run.idle_steps < IDLE_STEPS:
-        return None
-    return run.window.once("nothing", NOTHING_THERE.format(f"step(), {IDLE_STEPS} times in a row,"))
 
 
 def _factor(scale: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
@@ -151,7 +121,7 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
         if found:
             run.idle_steps = 0
         else:
-            note = note or _nothing_left(run, scale, weight)
+            note = note or nothing_left(run, scale, weight)
         coefficient, found_inf, factors = _amp_factors(opt, amp, buckets)
         factor = _factor(scale, weight)
         if adds and not found_inf:
