@@ -284,13 +284,17 @@ struct StateItems {
                                                        {names().exp_avg_sq, &exp_avg_sq},
                                                        {names().max_exp_avg_sq, &max_exp_avg_sq},
                                                        {names().master, &master}};
-    Py_ssize_t position = 0;
+    Py_ssize_t position = 0, known = 0;
     PyObject *key, *value;
     while (PyDict_Next(state, &position, &key, &value)) {
       for (const auto& [name, place] : wanted) {
-        if (key == name) *place = value;
+        if (key != name) continue;
+        *place = value;
+        ++known;
+        break;
       }
     }
+    if (known == PyDict_GET_SIZE(state)) return;
     for (const auto& [name, place] : wanted) {
       if (!*place) *place = PyDict_GetItemWithError(state, name);
     }

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .optimizer import FusedAccumAdamW
 
 PICKLE_KEY = "_fused_accum"
+GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")  # the others have defaults
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 SEED_KEY = "rounding_seed"  # of a saved group: step is the other part of the generator's state
 
 
@@ -82,6 +84,28 @@ def warn_mid_window_save(run: Runtime) -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def refuse_foreign(incoming: dict[str, Any]) -> None:
+    """Raise ValueError, before anything is loaded, for what is not the state_dict of an Adam."""
+    if "state" not in incoming or "param_groups" not in incoming:
+        raise ValueError(
+            f"the loaded state_dict has the keys {', '.join(map(repr, list(incoming)[:5]))}, not 'state' and "
+            "'param_groups'; load what optimizer.state_dict() returned (of a checkpoint that holds more, that part). "
+            "Nothing was loaded"
+        )
+    held = [(f"param_groups[{i}]", GROUP_KEYS, group) for i, group in enumerate(incoming["param_groups"])]
+    members = set(chain.from_iterable(group.get("params", ()) for _, _, group in held))
+    states = [(key, saved) for key, saved in incoming["state"].items() if key in members and saved]
+    held += [(f"state[{key!r}]", MOMENTS, saved) for key, saved in states]
+    for where, wanted, found in held:
+        lacking = ", ".join(repr(name) for name in wanted if name not in found)
+        if lacking:
+            raise ValueError(
+                f"{where} of the loaded state_dict lacks {lacking} (it has {', '.join(map(repr, found))}). "
+                "An optimizer's that is no Adam cannot be converted: load the model alone and start this optimizer "
+                "anew; or add what is lacking. Nothing was loaded"
+            )
 
 
 def refuse_other_masters(opt: FusedAccumAdamW, incoming: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .direct_ops import add_product, add_row_sum
+from .direct_ops import add_product, add_row_sum, linear
 from .entry import never_compiled
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class DirectLinear(_Direct):
         used = weight if dtype is None else weight.to(dtype)
         ctx.save_for_backward(x, used)
         offset = bias if bias is None or dtype is None else bias.to(dtype)
-        return F.linear(x, used.t() if transposed else used, offset)
+        return linear(x, used.t() if transposed else used, offset)
 
     @staticmethod
     @never_compiled
@@ -91,7 +91,7 @@ class DirectLinear(_Direct):
             tokens_in = x.reshape(-1, x.shape[-1])
             slot = session.slots[id(weight)]
             pair = (tokens_in, tokens_out) if ctx.transposed else (tokens_out, tokens_in)
-            buffer, first = session.acquire(slot, weight)
+            buffer, first = session.acquire(slot, weight, ctx.next_functions[1][0])
             add_product(buffer, *pair, first)
             session.added(slot, weight)
         if ctx.needs_input_grad[2]:
@@ -99,7 +99,7 @@ class DirectLinear(_Direct):
             if slot is None:
                 db = tokens_out.sum(0).to(bias.dtype)
             elif _wanted(ctx, 2, session.run().name_of(bias)):
-                buffer, first = session.acquire(slot, bias)
+                buffer, first = session.acquire(slot, bias, ctx.next_functions[2][0])
                 add_row_sum(buffer, tokens_out, first)
                 session.added(slot, bias)
         return dx, None, db, None, None, None
@@ -124,7 +124,7 @@ class DirectEmbedding(_Direct):
         if _wanted(ctx, 1, session.run().name_of(weight)):
             (index,) = ctx.saved_tensors
             slot = session.slots[id(weight)]
-            buffer, first = session.acquire(slot, weight)
+            buffer, first = session.acquire(slot, weight, ctx.next_functions[1][0])
             if first:
                 session.clear(weight)
             backend = session.run().find(weight)[0].backend

@@ -1,12 +1,16 @@
-"""Weight gradients added straight into a buffer: products of token matrices, and rows scattered by index."""
+"""Products of the covered layers: weight gradients added straight into a buffer, and a forward over a wide weight."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Of the weight's size: what a temporary of a product may have where the GEMM cannot write the buffer itself.
 SHARE = 8
+# Rows of a weight that a thread takes at a time in a forward over a wide one (a language model's head): a sixth to a
+# half faster than all at once at 64 to 1024 tokens, since what MKL repacks of the weight stays in the cache.
+ROWS_OF_A_THREAD = 512
 
 
 def add_product(buffer: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
@@ -43,3 +47,22 @@ def add_row_sum(buffer: Tensor, rows: Tensor, first: bool) -> None:
         torch.sum(rows, 0, dtype=buffer.dtype, out=buffer)
     else:
         buffer.add_(rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear(x, weight, bias)``; on the CPU a float32 weight of very many rows goes block by block."""
+    rows, columns = weight.shape
+    block = ROWS_OF_A_THREAD * torch.get_num_threads()
+    wide = rows >= 4 * block and x.numel() > 0
+    if not wide or x.device.type != "cpu" or not x.dtype == weight.dtype == torch.float32:
+        return F.linear(x, weight, bias)
+    tokens = x.reshape(-1, columns)
+    y = x.new_empty(*x.shape[:-1], rows)
+    by_token = y.view(-1, rows)
+    for start in range(0, rows, block):
+        part = slice(start, start + block)
+        if bias is None:
+            torch.mm(tokens, weight[part].t(), out=by_token[:, part])
+        else:
+            torch.addmm(bias[part], tokens, weight[part].t(), out=by_token[:, part])
+    return y

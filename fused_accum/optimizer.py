@@ -14,8 +14,8 @@ from . import checkpoint, norms, pipeline
 from .backward_modes import BackwardModes
 from .entry import hooked, one_graph_break
 from .runtime import Runtime
-from .state import Options
-from .window import Pending
+from .state import GroupOption, Option, Options
+from .window import Pending, count_as_scale
 
 
 class BackendRow(NamedTuple):
@@ -24,12 +24,6 @@ class BackendRow(NamedTuple):
     parameters: int
     backend: str
     reason: str
-
-# Options of __init__ beyond torch's.
-OF_THE_WHOLE = (
-    "accum_dtype", "state_dtype", "master_weights", "stochastic_rounding", "rounding_seed", "max_grad_norm",
-    "skip_nonfinite", "backend",
-)  # fmt: skip
 
 
 class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
@@ -67,6 +61,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
             untouched; "microbatch" (explicit mode only): a micro-batch with one is rejected before any of it is added
             and its weight does not count; None: it is used as it is.
         backend: "auto", or a name from ``python -m fused_accum``.
+
+    Options beyond torch's are attributes that can be read; setting one raises AttributeError.
 
     Raises:
         ValueError, TypeError, RuntimeError: what torch.optim.AdamW raises, and for options of ours out of range.
@@ -124,7 +120,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's; ValueError for an option that only the whole optimizer can have."""
-        whole = [name for name in OF_THE_WHOLE if isinstance(param_group, dict) and name in param_group]
+        whole = [name for name in Options._fields if isinstance(param_group, dict) and name in param_group]
         if whole:
             raise ValueError(
                 f"a parameter group has {whole[0]}={param_group[whole[0]]!r}, an option of the whole optimizer: pass "
@@ -143,10 +139,12 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         left alone; a call that finds no gradient at all counts nothing. Gradients are never written to.
 
         Args:
-            scale: number or 0-dim tensor, finite, >= 0. The CUDA backend reads tensors on the GPU there, unchecked:
-                the host does not wait for them.
-            weight: number or 0-dim tensor, finite, >= 0, in any unit (tokens, samples); all micro-batches of a
-                window have one or none has. 0 skips the add, even of NaN.
+            scale: number or 0-dim tensor; it, and its product with the weight, 0 or from 1e-18 to 1e18. The CUDA
+                backend reads tensors on the GPU there, unchecked: the host does not wait for them.
+            weight: number or 0-dim tensor, 0 or from 1e-18 to 1e18, in any unit (tokens, samples); all micro-batches
+                of a window have one or none has. 0 skips the add, even of NaN.
+
+        Warns, once: an integer scale above 1, which looks like a count of tokens; no gradient and no open window.
 
         Raises:
             ValueError: scale or weight out of range; weights mixed with none.
@@ -154,9 +152,12 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
                 requiring grad, cast or moved in mid-window); called in a backward or concurrently. Nothing has
                 changed then.
         """
+        count = count_as_scale(scale, weight)
         scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("accumulate"):
-            pipeline.take_microbatch(self, scale, weight)
+            messages = pipeline.take_microbatch(self, scale, weight), self._run.window.once("count", count)
+        for message in filter(None, messages):
+            warnings.warn(message, UserWarning, stacklevel=3)
 
     @hooked
     def step(
@@ -179,17 +180,22 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         Returns:
             The closure's result, or None.
 
+        Warns, once each: as ``accumulate``; the sum of scales differs from the window before; the last scale seems
+        forgotten; a factor that no gradient was left for; the third call in a row that finds nothing.
+
         Raises:
-            As ``accumulate``; RuntimeError also when GradScaler steps with explicit contributions pending.
+            As ``accumulate``; ValueError for hyper-parameters in a group that no step can use (not finite, betas
+            outside [0, 1)); RuntimeError also when GradScaler steps with explicit contributions pending.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        count = count_as_scale(scale, weight)
         scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("step"):
-            message = pipeline.end_window(self, scale, weight)
-        if message:
+            messages = pipeline.end_window(self, scale, weight), self._run.window.once("count", count)
+        for message in filter(None, messages):
             warnings.warn(message, UserWarning, stacklevel=4)
         return loss
 
@@ -319,7 +325,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of torch.optim.AdamW; moments become ``state_dtype`` uncast by the
-        parameter's dtype. An open window is discarded with a warning, a saved one restored."""
+        parameter's dtype. An open window is discarded with a warning, a saved one restored. ValueError, with nothing
+        loaded, for what lacks AdamW's entries."""
         run = self._run
         owner = run.owner()
         if owner is not self:  # the wrapper's attributes are not the optimizer's, which torch's loading assigns to
@@ -328,6 +335,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         dropped = run.window.microbatches
 
         def remember(_: Any, incoming: dict[str, Any]) -> None:
+            checkpoint.refuse_foreign(incoming)
             checkpoint.refuse_other_masters(self, incoming)
             checkpoint.saved_seed(self, incoming)
             run.incoming = incoming
@@ -358,3 +366,9 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
             checkpoint.unpickle(self, saved)
         elif self._run.incoming is not None:
             checkpoint.reinstate(self)
+
+
+for _name in Options._fields:
+    setattr(FusedAccumAdamW, _name, Option(_name))
+for _name in ("lr", "betas", "eps", "weight_decay"):
+    setattr(FusedAccumAdamW, _name, GroupOption(_name))

@@ -14,25 +14,54 @@ from torch import Tensor
 from . import checks, norms, window
 from .buckets import Bucket
 from .state import Hyper, complete
-from .window import host_number
 
 if TYPE_CHECKING:
     from .optimizer import FusedAccumAdamW
-
-
-def host_factors(scale: Any, weight: Any) -> tuple[float, float | None]:
-    return host_number("scale", scale), None if weight is None else host_number("weight", weight)
+    from .runtime import Runtime
 
 
 def factors_of(opt: FusedAccumAdamW, scale: Any, weight: Any) -> tuple[float | Tensor, float | Tensor | None]:
-    """As ``host_factors``, but what lies on a device stays there, as float64, where all kernels read it there."""
+    """Both as floats; but what lies on a device stays there, as float64, where all kernels read it there."""
     there = [f for f in (scale, weight) if window.on_device(f)]
-    if not there or opt._run.backward is not None or hasattr(opt, "found_inf"):
-        return host_factors(scale, weight)
-    buckets = opt._run.buckets(opt.param_groups)
-    if not all(b.backend.scales_on_device and b.device == f.device for b in buckets for f in there):
-        return host_factors(scale, weight)
-    return window.number("scale", scale), None if weight is None else window.number("weight", weight)
+    read = window.host_number
+    if there and opt._run.backward is None and not hasattr(opt, "found_inf"):
+        buckets = opt._run.buckets(opt.param_groups)
+        if all(b.backend.scales_on_device and b.device == f.device for b in buckets for f in there):
+            read = window.number
+    scale, weight = read("scale", scale), None if weight is None else read("weight", weight)
+    window.refuse_extremes(scale, weight)
+    return scale, weight
+
+
+NOTHING_THERE = (
+    "{} found no gradient in any parameter, and no window is open: either no backward() came before, or it did not "
+    "reach this optimizer's parameters (p.grad cleared in between, a loss made under no_grad, parameters replaced or "
+    "frozen after the optimizer was made)"
+)
+IDLE_STEPS = 3  # in a row: one alone may be meant, as for the order of calls that torch's schedulers want
+
+
+def _nothing_left(run: Runtime, scale: float | Tensor, weight: float | Tensor | None) -> str | None:
+    """What to warn of where a step found no gradient in p.grad: that its factor was not used though no micro-batch
+    had one, or that there is nothing to step at all, again and again."""
+    if run.backward is not None and run.backward.finishing:
+        return None
+    if run.window.open:
+        run.idle_steps = 0
+        plain = not isinstance(scale, Tensor) and scale == 1
+        given = "weight" if weight is not None else None if plain else "scale"
+        if not given or not run.window.unscaled:
+            return None
+        return run.window.once(
+            "unused",
+            f"step({given}=) found no gradient left in p.grad, so {given} was not used: the micro-batches that "
+            f"accumulate() has taken had none. Pass {given}= to every accumulate(); step() is given that of a last "
+            "micro-batch still in p.grad",
+        )
+    run.idle_steps += 1
+    if run.idle_steps < IDLE_STEPS:
+        return None
+    return run.window.once("nothing", NOTHING_THERE.format(f"step(), {IDLE_STEPS} times in a row,"))
 
 
 def _factor(scale: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
@@ -49,8 +78,9 @@ def _release(buckets: list[Bucket]) -> None:
         bucket.release()
 
 
-def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tensor | None) -> None:
-    """Add the gradients in ``p.grad`` to the open window, or only count them where their factor is zero.
+def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tensor | None) -> str | None:
+    """Add the gradients in ``p.grad`` to the open window, or only count them where their factor is zero. Returns what
+    to warn of.
 
     While accumulating in backward they are there already.
     """
@@ -58,18 +88,18 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float |
     run.refuse_missing_hooks("accumulate")
     run.stepped_in_backward = False
     if run.backward is not None:
-        _refuse_factors("accumulate", scale, weight)
+        _refuse_factors("accumulate", run, scale, weight)
         run.backward.refuse_unfinished()
-        return
+        return None
     factor = _factor(scale, weight)
     adds = not _is_zero(factor)
     buckets, found = run.collect(opt.param_groups, buffers=adds)
     try:
         if not found:
-            return
+            return None if run.window.open else run.window.once("nothing", NOTHING_THERE.format("accumulate()"))
         run.window.refuse_mixing(weight)
         if adds and _rejected(opt, buckets, factor):
-            return
+            return None
         if not opt.state and adds:
             _begin_state(opt)
         # Counted before the kernels run: an interrupt during them is raised right after, never between.
@@ -79,6 +109,7 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float |
                 bucket.accumulate(factor)
             else:
                 bucket.drop_gradients()
+        return None
     finally:
         _release(buckets)
 
@@ -97,17 +128,24 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
     """The pipeline of a step. Returns what to warn of."""
     run = opt._run
     run.refuse_missing_hooks("step")
+    hypers = Hyper.of_all(opt.param_groups)
     amp = _amp_tensors(opt)
     run.stepped_in_backward = False
+    note = None
     if run.backward is not None:
-        _refuse_factors("step", scale, weight)
+        _refuse_factors("step", run, scale, weight)
         run.backward.refuse_step()
     elif _is_zero(_factor(scale, weight)):
-        take_microbatch(opt, scale, weight)
+        note = take_microbatch(opt, scale, weight)
+        scale, weight = 1.0, None  # nothing is left that they would be of
     buckets, found = run.collect(opt.param_groups, buffers=False)
     try:
         if run.backward is None and found:
             run.window.refuse_mixing(weight)
+        if found:
+            run.idle_steps = 0
+        else:
+            note = note or _nothing_left(run, scale, weight)
         inverse_grad_scale, found_inf = _amp_factors(amp, buckets, on_device=not run.options.measures)
         if run.backward is None and found and not found_inf and _rejected(opt, buckets, _factor(scale, weight)):
             buckets, found = run.collect(opt.param_groups, buffers=False)
@@ -118,7 +156,6 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
             return _abandon_window(opt, buckets, found_inf)
         if any(bucket.device.type == "cuda" for bucket in buckets):
             checks.check_capture(opt.param_groups)
-        hypers = [Hyper.of(group) for group in opt.param_groups]
         before = _without_state(opt) if run.options.skip_nonfinite == "step" else []
         for bucket in buckets:
             bucket.prepare(opt.state, opt.param_groups, hypers)
@@ -144,7 +181,7 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
             )
         if run.backward is not None:
             run.backward.stepped()
-        return message
+        return note or message
     finally:
         _release(buckets)
 
@@ -244,9 +281,14 @@ def _abandon_window(opt: FusedAccumAdamW, buckets: list[Bucket], found_inf: bool
     )
 
 
-def _refuse_factors(call: str, scale: float, weight: float | None) -> None:
+def _refuse_factors(call: str, run: Runtime, scale: float, weight: float | None) -> None:
     if scale != 1.0 or weight is not None:
         given = f"scale={scale:g}" if weight is None else f"weight={weight:g}"
+        if not run.backward.installed:
+            raise ValueError(
+                f"{call}({given}) in a window whose handle was removed before its end: p.grad still holds it, as a "
+                "sum that has its factors already; end it with step(), or drop it with zero_grad(), first"
+            )
         raise ValueError(
             f"{call}({given}) while accumulating in backward: the gradients are in p.grad already; give the factor "
             f"to the loss instead: optimizer.scale_loss(loss, {given}).backward()"

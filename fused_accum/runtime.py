@@ -77,6 +77,7 @@ class Runtime:
         self.norms: Norms | None = None  # of the last step that needed them
         self.offender: Norms | None = None  # of what was skipped last
         self.skipped_steps = self.skipped_microbatches = 0
+        self.idle_steps = 0  # in a row, which found nothing
         self.skipped_on_device: Tensor | None = None  # steps, counted where the host does not know of them
         self._groups: Sequence[dict[str, Any]] = []
         self._where: dict[int, tuple[Bucket, int]] = {}
@@ -134,6 +135,7 @@ class Runtime:
             raise RuntimeError("the window of another backward mode is still open; call step() or zero_grad() first")
         buckets = self.buckets(groups)
         session.cover(p for bucket in buckets for p in bucket.params)
+        session.leftover = any(p.grad is not None for bucket in buckets for p in bucket.params)
         session.installed = True
         self.backward = session
         if self.hooks_missing:

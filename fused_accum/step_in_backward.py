@@ -53,7 +53,7 @@ class StepInBackward:
                 run.backward.refuse_step()
                 if run.backward.tasks.ever_nested:
                     raise RuntimeError(f"step_in_backward(): {REENTRANT}")
-            hypers = [Hyper.of(group) for group in self.opt.param_groups]
+            hypers = Hyper.of_all(self.opt.param_groups)
             buckets, _ = run.collect(self.opt.param_groups, buffers=False)
             try:
                 for bucket in buckets:

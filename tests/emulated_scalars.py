@@ -1,5 +1,5 @@
 """What a step of backend "cuda" reads on the device, where the host never looks: lr, a GradScaler's factors. And what
-torch's allocator is told of gradients from other streams. Run by test_cuda_scalars.py."""
+torch's allocator is told of gradients from other streams. Run by test_cuda_emulated.py."""
 
 from contextlib import contextmanager
 
@@ -13,6 +13,11 @@ from fused_accum import FusedAccumAdamW, pipeline, window
 from fused_accum.backends import cuda
 
 SHAPES = [(65,), (), (0,), (13, 17), (5000,)]
+
+
+@pytest.fixture(autouse=True)
+def _steps_on_device(emulation):
+    emulation.steps_on_device(True)
 
 
 class NeverRead(Tensor):

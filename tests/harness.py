@@ -4,6 +4,7 @@ import gc
 import re
 import warnings
 
+import pytest
 import torch
 from oracle import Micro, Oracle, same_bits
 from torch import Tensor
@@ -225,3 +226,23 @@ def open_window(make, device, weight=None, **options):
 def assert_names(error, words):
     for word in words:
         assert re.search(re.escape(word), str(error)), f"{word!r} is not in: {error}"
+
+
+def refused(error, words, call, *args, **kwargs):
+    """``call`` raises ``error``, whose message has all of ``words``."""
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    assert_names(caught.value, words)
+
+
+def heard(call, *args, **kwargs) -> list[str]:
+    """The warnings of a call, all of them."""
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        call(*args, **kwargs)
+    return [str(w.message) for w in record]
+
+
+def give_ones(opt) -> None:
+    for p in params_of(opt):
+        p.grad = torch.ones_like(p)

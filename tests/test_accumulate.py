@@ -114,7 +114,8 @@ def test_second_call_without_a_backward_adds_nothing(make, device):
 def test_without_any_gradient_nothing_is_counted(make, device):
     params = parameters((65,), device=device)
     opt = make(params)
-    opt.accumulate(0.5)
+    with pytest.warns(UserWarning, match=r"accumulate\(\) found no gradient"):
+        opt.accumulate(0.5)
     opt.accumulate(weight=4)
     opt.step(weight=3)
     assert opt.pending == (0, 0.0)

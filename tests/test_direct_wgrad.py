@@ -9,6 +9,8 @@ from layers import LARGE, RTOL, Net, assert_sums, covered, exact_gradients, loss
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fused_accum import direct_ops
+
 pytestmark = pytest.mark.filterwarnings("error")
 
 
@@ -201,3 +203,29 @@ def test_autocast(make, device, dtype):
     for p, q in zip(model.parameters(), twin.parameters()):
         assert p.grad.dtype == torch.float32
         torch.testing.assert_close(p.grad, q.grad.float(), rtol=3e-2, atol=3e-2 * float(q.grad.abs().max()))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 5, 6), (0, 6)], ids=str)
+def test_a_wide_forward_goes_by_blocks_and_computes_the_same(make, monkeypatch, shape, bias):
+    monkeypatch.setattr(direct_ops, "ROWS_OF_A_THREAD", 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    model = nn.Sequential(nn.Linear(6, 25, bias=bias))  # 4 blocks of 6 rows and one more
+    x = torch.randn(shape)
+    expected = model(x)
+    _opt, handle = covered(make, model)
+    assert not handle.ordinary
+    seen = []
+
+    def recorded(product):
+        def call(*args, **kwargs):
+            seen.append(kwargs["out"].shape)
+            return product(*args, **kwargs)
+
+        return call
+
+    for name in ("mm", "addmm"):
+        monkeypatch.setattr(torch, name, recorded(getattr(torch, name)))
+    torch.testing.assert_close(model(x), expected, rtol=1e-6, atol=1e-6)
+    rows = x.numel() // 6
+    assert seen == ([(rows, n) for n in (6, 6, 6, 6, 1)] if rows else [])

@@ -30,7 +30,7 @@ def _restore_isa():
 
 
 @pytest.fixture(params=ISAS)
-def isa(request, record_property):
+def isa(request):
     """Each instruction set in turn; one that cannot run here is listed as skipped, with its reason."""
     if ISAS[request.param]:
         pytest.skip(f"{request.param} did not run: {ISAS[request.param]}")
@@ -39,13 +39,12 @@ def isa(request, record_property):
     return request.param
 
 
-def test_paths_that_really_run_here(capsys):
-    """Prints them; the table must be complete and consistent with what can be chosen."""
-    with capsys.disabled():
-        print(f"\nCPU paths that ran: {', '.join(USABLE)}")
-        for name, reason in ISAS.items():
-            if reason:
-                print(f"CPU path that did not: {name}: {reason}")
+def test_paths_that_really_run_here(record_property):
+    """The end of a run lists them; the table must be complete and consistent with what can be chosen."""
+    record_property("CPU paths that ran", ", ".join(USABLE))
+    for name, reason in ISAS.items():
+        if reason:
+            record_property("CPU path that did not", f"{name}: {reason}")
     assert set(ISAS) == {"baseline", "avx2", "avx512"}
     assert ISAS["baseline"] == ""
     for name in ISAS:

@@ -233,7 +233,7 @@ def test_a_scale_that_overflows_spoils(make, device):
     params = parameters((65,), device=device)
     opt = make(params, skip_nonfinite="microbatch")
     params[0].grad = torch.full((65,), 1e30, device=device)
-    opt.accumulate(1e20)
+    opt.accumulate(1e15)
     assert opt.skipped_microbatches == 1
 
 

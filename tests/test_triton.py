@@ -41,21 +41,25 @@ def interpret(*arguments: str) -> None:
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.slow
 def test_bits_in_the_interpreter_are_those_of_the_cpu():
     """But for norms, which have a test of their own, and hundreds of tensors in a call, which take it a minute."""
     interpret("test_bits.py", "-k", "not sums_of_squares and not (many_tensors and (454 or 455 or 1000))")
 
 
+@pytest.mark.slow
 def test_indices_norms_and_scatter_in_the_interpreter():
     interpret("triton_interpreted.py")
 
 
+@pytest.mark.slow
 def test_kernel_tests_in_the_interpreter():
     """Those of all backends. All there are, which takes long (tests/ on PYTHONPATH): TRITON_INTERPRET=1 python -m
     pytest -p triton_interpreter -k "[triton"."""
     interpret("-k", "[triton", *kernel_tests.found())
 
 
+@pytest.mark.slow
 def test_precision_in_the_interpreter():
     """Master weights, stochastic rounding, clipping and skipping, direct gradients."""
     interpret("-k", "[triton", *kernel_tests.found(kernel_tests.PRECISION))

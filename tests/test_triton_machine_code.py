@@ -29,7 +29,10 @@ from fused_accum.backends import triton_kernels as kernels
 from fused_accum.backends import triton_scatter
 from fused_accum.state import MASTER, PLAIN, SPLIT, STOCHASTIC
 
-pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled"),
+]
 
 TABLE = Path(__file__).with_name("triton_registers.json")
 TARGETS = {
