@@ -132,19 +132,18 @@ class BackwardModes:
 
         Args:
             loss: any tensor with a graph; not mutated.
-            scale, weight: number or 0-dim tensor, as for ``accumulate``; all losses of a window have a weight or none has. A
-                tensor on a GPU stays there and is not checked: nothing waits for it, where ``step`` need not know
-                the sum on the host (backend "cuda", no clipping, skipping or GradScaler); a weight of 0 then sends
-                zeros down, and a window of them is dropped without a warning.
+            scale, weight: number or 0-dim tensor, as for ``accumulate``; all losses of a window have a weight or none
+                has. A tensor on a GPU stays there and is not checked: nothing waits for it (backends "cuda" and
+                "triton"); a weight of 0 then sends zeros down, and a window of them is dropped without a warning.
 
         Returns:
             ``scale * weight * loss``.
 
         Raises:
             RuntimeError: not accumulating in backward, or no longer; a p.grad from before, with a weight.
-            ValueError: scale or weight out of range (with float16 gradients above 4096 too); a loss that has a weight
-                already; weights mixed with none (a backward without ``scale_loss`` in a
-                weighted window raises when it finishes, and ``step`` then until ``zero_grad``).
+            ValueError: scale or weight out of range (with float16 gradients above 65504 too); a loss that has a
+                weight already; weights mixed with none (a backward without ``scale_loss`` in a weighted window raises
+                when it finishes, and ``step`` then until ``zero_grad``).
         """
         count = count_as_scale(scale, weight)
         scale = number("scale", scale)

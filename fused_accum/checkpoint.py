@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .runtime import Runtime
+from .skipping import Count
 from .state import STATE, checked_rounding_seed, complete
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def visible_window(opt: FusedAccumAdamW) -> Iterator[None]:
     ``opt.param_groups``, where ``Optimizer.state_dict`` and its hooks find them; state of parameters no longer in any
     group is hidden, which ``Optimizer.state_dict`` cannot name. Both are put back on exit."""
     run = opt._run
+    run.settle()
     members = {id(p): group for p, group in _parameters(opt)}
     before = dict(opt.state)
     for key in before:
@@ -194,10 +196,11 @@ def reinstate(opt: FusedAccumAdamW) -> None:
 def pickled(opt: FusedAccumAdamW) -> dict[str, Any]:
     """What ``__getstate__`` adds: options, the window's books and its sums (by parameter)."""
     run = opt._run
+    run.settle()
     whole = run.has_whole_window()
     return {
         "options": run.options,
-        "skipped": (opt.skipped_steps, opt.skipped_microbatches),
+        "skipped_steps": opt.skipped_steps,
         "amp_requested": run.amp_requested,
         "window": run.window.emptied() if run.window.microbatches and not whole else run.window,
         "sums": [(p, _saved(run, p, accum)) for p, accum in run.contributions()] if whole else [],
@@ -208,7 +211,7 @@ def pickled(opt: FusedAccumAdamW) -> dict[str, Any]:
 def unpickle(opt: FusedAccumAdamW, saved: dict[str, Any]) -> None:
     """Rebuild the runtime of a copy from ``pickled``'s result."""
     run = opt._run = Runtime(saved["options"], opt)
-    run.skipped_steps, run.skipped_microbatches = saved.get("skipped", (0, 0))
+    run.skipped_steps = Count(saved["skipped_steps"])
     run.amp_requested = saved["amp_requested"]
     run.window = saved["window"]
     run.hooks_missing = saved["in_backward"]

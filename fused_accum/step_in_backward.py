@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from . import streams
-from .buckets import BY_GRAD
+from .buffers import BY_GRAD
 from .graph_tasks import Task
 from .in_backward import InBackward, Slot
 from .state import Hyper

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .skipping import Count
+
 # What a factor may be, in float32 with room for gradients of any sensible size.
 SMALLEST, LARGEST = 1e-18, 1e18
 
@@ -110,6 +112,7 @@ class Window:
     """
 
     def __init__(self) -> None:
+        self.rejections = Count()  # by skip_nonfinite="microbatch", in this window and before
         self.previous_scale_sum: float | None = None
         self.warned: set[str] = set()
         self.clear()
@@ -130,7 +133,7 @@ class Window:
         self.last = self.usual = None
         self.earlier = 0
         self.began_state = False
-        self.rejected = 0  # by skip_nonfinite="microbatch": in none of the other counts
+        self.rejected_before = self.rejections
 
     def emptied(self) -> Window:
         """A copy that remembers earlier windows only."""
@@ -145,12 +148,24 @@ class Window:
     @property
     def open(self) -> bool:
         """Whether there was a micro-batch, if only one that was rejected."""
-        return self.microbatches > 0 or self.rejected > 0
+        return self.microbatches > 0 or self.rejections.known > self.rejected_before.known
 
     @property
     def unscaled(self) -> bool:
         """Whether all micro-batches came without a factor."""
         return not self.weighted and self.last == 1 and (self.earlier == 0 or self.usual == 1)
+
+    def settle(self) -> None:
+        """Count out what the device has rejected; waits for it."""
+        now, before = self.rejections, self.rejected_before
+        if now.judged == before.judged:
+            return
+        self.rejections, self.rejected_before = Count(now.read()), Count(before.read())
+        rejected = self.rejections.known - self.rejected_before.known - (now.known - before.known)
+        if rejected:
+            self.microbatches -= rejected
+            self.scaled = 0  # which scales were theirs is not known
+            self.weighted = self.weighted and self.microbatches > 0
 
     def refuse_mixing(self, weight: float | Tensor | None) -> None:
         if self.microbatches and self.weighted != (weight is not None):
@@ -211,9 +226,10 @@ class Window:
         """End the window; returns what to warn of: that all of it was rejected, or (once each) that its last scale
         seems forgotten, or that its scales add up to another sum than before."""
         message = None
-        if self.rejected and not self.microbatches:
+        rejected = self.rejections.known - self.rejected_before.known
+        if rejected and not self.microbatches:
             message = (
-                f"skip_nonfinite='microbatch' rejected all {self.rejected} micro-batch(es) of this window, whose "
+                f"skip_nonfinite='microbatch' rejected all {rejected} micro-batch(es) of this window, whose "
                 "gradients have an inf or a NaN: there is nothing to average, so no parameter was updated and the "
                 "window is closed; nonfinite_parameter names the first of them"
             )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from . import streams
+from .amp import MIXED
 from .entry import in_compiled_autograd
 from .graph_tasks import GraphTasks, Task
 from .slots import ALL, NOTHING, VERSIONS, Slot
@@ -181,7 +182,7 @@ class WindowInGrad:
         """Note whether a p.grad has been changed since the last hook."""
         for slot in self.slots.values():
             p = slot.param()
-            if p is not None and p.grad is not None:
+            if p is not None and p.grad is not None and p.grad.numel():  # nothing lies anywhere of an empty one
                 own = self.holds(slot) and p.grad.data_ptr() == slot.ptr and p.grad._version == slot.version
                 if not own:
                     self.edited = self.run().name_of(p)
@@ -228,6 +229,8 @@ class WindowInGrad:
                 raise RuntimeError(UNFINISHED)
             self.tasks.forget_failures()
             self.close()
+        if run.window.microbatches and run.scaler is not None and run.scaler.has_unscaled():
+            raise RuntimeError(MIXED)
 
     @staticmethod
     def refuse_compiled_autograd() -> None:

@@ -19,7 +19,7 @@ def on_device(monkeypatch):
     """Makes kernels go to a device and stream of choice: CPU tensors have neither."""
 
     def use(device, stream):
-        def executor(_, slots=None, *factors, **more):
+        def executor(_, slots=None, **more):
             place = () if slots is None else (slots.data_ptr(), len(slots))
             return cuda._C.Cuda(device, stream, *place)
 

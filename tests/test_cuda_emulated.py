@@ -47,6 +47,10 @@ def test_launcher_devices_scalars_and_indices():
     assert "skipped" not in written
 
 
+def test_decisions_on_the_device():
+    run("decided_on_device.py", settings="steps-on-device")
+
+
 def test_the_emulated_module_is_used_only_when_asked_for():
     script = "from fused_accum.backends import cuda; print(getattr(cuda._C, 'DEVICE_TYPE', 'none'))"
     environment = {key: value for key, value in os.environ.items() if key != cuda_emulated.VARIABLE}
