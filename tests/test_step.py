@@ -135,7 +135,8 @@ def test_second_step_does_nothing(make, device):
         before = [p.detach().clone() for p in params], [float(opt.state[p]["step"]) for p in params]
         opt.step()
         opt.step(scale=3.0)
-        opt.step(weight=2.0)
+        with pytest.warns(UserWarning, match="3 times in a row") if window == "N=1" else nullcontext():  # warned once
+            opt.step(weight=2.0)
         assert all(same_bits(p, x) for p, x in zip(params, before[0]))
         assert [float(opt.state[p]["step"]) for p in params] == before[1]
 

@@ -160,7 +160,7 @@ def test_nothing_recompiles_when_numbers_change(driver, tmp_path):
         group = opt.param_groups[0]
         betas = (0.5 + n / 200, 1 - 1 / (n + 2))
         group.update(lr=[1, 16, 0.1, 0.0][n % 4], betas=betas, eps=10.0**-n, weight_decay=n % 3)
-        run_window(opt, params, scale=[1, 16, 0.3][n % 3], weight=[None, 16, 1, 5.5][n % 4])
+        run_window(opt, params, scale=[1.0, 16.0, 0.3][n % 3], weight=[None, 16, 1, 5.5][n % 4])
         compiled = (len(driver.loaded), len(list(tmp_path.rglob("*.cubin"))))
         warm = warm or compiled
         assert compiled == warm
