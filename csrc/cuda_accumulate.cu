@@ -48,7 +48,7 @@ __device__ __forceinline__ void accumulate_pieces(const How& how, const char* gr
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) {
     if (kGuarded<How> && k * apart >= left) break;
-    T x[kCount], sum[kCount];
+    T x[kCount], sum[kCount] = {};
     G::template decode<T, kCount>(g[k], grad_dtype, x);
     if (how.adds) A::template decode<T, kCount>(a[k], accum_dtype, sum);
 #pragma unroll
