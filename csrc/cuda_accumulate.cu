@@ -100,17 +100,17 @@ __global__ void __launch_bounds__(kThreads, 4) accumulate_rows(const __grid_cons
   int done = 0;
   if (aligned) {
     constexpr int kTogether = kCount * kPieces * kThreads;
-    const int end = part.count / kCount * kCount;
-    if constexpr (kGuarded<How>) {
-#pragma unroll 1
-      for (int i = thread * kCount; i < end; i += kTogether) pieces(i, end, Int<kCount>(), Int<kPieces>());
-    } else {
+    if constexpr (!kGuarded<How>) {
 #pragma unroll 1
       for (; done + kTogether <= part.count; done += kTogether) {
-        pieces(done + thread * kCount, end, Int<kCount>(), Int<kPieces>());
+        pieces(done + thread * kCount, 0, Int<kCount>(), Int<kPieces>());
       }
+    }
+    constexpr int kRest = kGuarded<How> ? kPieces : 1;
+    const int end = part.count / kCount * kCount;
 #pragma unroll 1
-      for (int i = done + thread * kCount; i < end; i += kCount * kThreads) pieces(i, end, Int<kCount>(), Int<1>());
+    for (int i = done + thread * kCount; i < end; i += kCount * kRest * kThreads) {
+      pieces(i, end, Int<kCount>(), Int<kRest>());
     }
     done = end;
   }
