@@ -26,6 +26,9 @@ from fused_accum import FusedAccumAdamW
 
 WAYS = ["torch.optim.AdamW", *MODES]
 POINTS = 2000  # of a timeline, at most
+SIZES = {  # of the model and its micro-batches: by default, with --quick
+    "model_width": (512, 128), "layers": (4, 2), "heads": (8, 4), "tokens": (16, 16), "microbatches": (4, 4),
+}  # fmt: skip
 
 READING = """\
 How to read the output, one row per way of accumulating:
@@ -154,13 +157,19 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks.memory", description="Gradient memory alive over one window.", epilog=READING,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    for name, value in (("--model-width", 512), ("--layers", 4), ("--heads", 8), ("--tokens", 16),
-                        ("--microbatches", 4), ("--threads", torch.get_num_threads())):  # fmt: skip
-        parser.add_argument(name, type=int, default=value, help="default: %(default)s")
+    for name, (value, quick) in SIZES.items():
+        more = f", {quick} with --quick" if quick != value else ""
+        parser.add_argument(_flag(name), type=int, help=f"default {value}{more}")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default %(default)s")
+    parser.add_argument("--quick", action="store_true", help="a smaller model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", default="runs/memory", help="folder for memory.json and memory.png")
     parser.add_argument("--way", choices=WAYS, help="measure this one in this process and print it as JSON")
     options = parser.parse_args(arguments)
+    quick = vars(options).pop("quick")
+    for name, sizes in SIZES.items():
+        if getattr(options, name) is None:
+            setattr(options, name, sizes[quick])
     if options.way:
         json.dump(measure(options.way, options), sys.stdout)
         return 0

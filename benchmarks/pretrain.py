@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import JobError, train_state
 from benchmarks.batches import MicroBatches, Windows
-from benchmarks.run_log import Log, peak_memory, plot
+from benchmarks.run_log import Log, peak_memory, plot, write_record
 from benchmarks.settings import Request, as_dict, parse
 from benchmarks.side import Side
 from benchmarks.stop_request import StopRequest
@@ -43,7 +43,7 @@ class Run:
     """
 
     def __init__(self, request: Request):
-        self.out = Path(request.out)
+        self.out, self.json = Path(request.out), request.json
         saved = None
         if request.resume is not None:
             saved = train_state.load(Path(request.resume or self.out / CHECKPOINT))
@@ -207,6 +207,8 @@ class Run:
                 f"{self.bigram:.4f}"
             )
         plot(self.log, self.out / "loss.png", f"Byte-level GPT, {s.layers} layers of {s.model_width}")
+        if self.json:
+            write_record(self.log, Path(self.json), s, self.text.description, self.device)
         print(
             f"{self.tokens:,} tokens per optimizer, {self.seconds:.0f} s of training, peak memory "
             f"{size(peak_memory(self.device))}"

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: a log of JSON lines, and a plot drawn from it."""
+"""What a run leaves to look at: a log of JSON lines, and a plot and a record of its losses made from it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks import JobError
+from benchmarks.results import environment
+from benchmarks.settings import Settings, as_dict
 
 
 class Log:
@@ -97,3 +99,19 @@ def plot(log: Log, path: Path, title: str) -> None:
         raise JobError(f"cannot write {path}: {error.strerror}") from error
     finally:
         pyplot.close(figure)
+
+
+def write_record(log: Log, path: Path, settings: Settings, text: str, device: torch.device) -> None:
+    """Write the held-out losses, with environment and settings, as the other benchmarks' --json."""
+    rows = [{key: line[key] for key in line if key != "event"} for line in log.events("held-out")]
+    result = {
+        "benchmark": "pretrain",
+        "environment": environment(device, settings.backend),
+        "settings": as_dict(settings),
+        "text": text,
+        "rows": rows,
+    }
+    try:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise JobError(f"--json: cannot write {path}: {error.strerror}") from error

@@ -54,11 +54,13 @@ FREE = {"text", "eval_every", "eval_bytes", "sample"}
 
 @dataclass(frozen=True)
 class Request:
-    """A parsed command line. given: the settings that were on it, by field name. resume: "" for OUT's own."""
+    """A parsed command line. given: the settings that were on it, by field name. resume: "" for OUT's own. json: a
+    file for the record, or None."""
 
     given: dict[str, Any]
     out: str
     resume: str | None
+    json: str | None
 
     def settings(self, saved: dict[str, Any] | None = None) -> Settings:
         """Defaults, or the ``saved`` settings of the run to resume, overridden by what was given.
@@ -166,9 +168,12 @@ def parse(arguments: list[str] | None) -> Request:
         metavar="CHECKPOINT",
         help="go on from a checkpoint (default: the one in --out), with its settings",
     )
+    parser.add_argument(
+        "--json", type=_path, default=None, metavar="FILE", help="write environment, settings and held-out losses"
+    )
     given = vars(parser.parse_args(arguments))
-    out, resume = given.pop("out"), given.pop("resume")
-    return Request(given, out, resume)
+    out, resume, json = (given.pop(name) for name in ("out", "resume", "json"))
+    return Request(given, out, resume, json)
 
 
 def as_dict(settings: Settings) -> dict[str, Any]:

@@ -104,6 +104,44 @@ def fidelity() -> str:
     )  # fmt: skip
 
 
+def pretrain() -> str:
+    """Held-out loss of the main job as it goes."""
+    found = rows("pretrain", "optimizer", "step")
+    facts = results("pretrain")[-1]["environment"]
+    sides = list(dict.fromkeys(side for side, _ in found))
+    steps = sorted({step for _, step in found})
+    names = {"fused": "FusedAccumAdamW", "torch": "torch.optim.AdamW"}
+    lines = [(step, *(f"{found[side, step]['loss']:.4f}" for side in sides), f"{found[sides[0], step]['bigram']:.4f}")
+             for step in steps]  # fmt: skip
+    made = f"Python {facts['python']}'s sources, torch {facts['torch']}, {facts['time'][:10]}, at {facts['commit']}."
+    return table(["step", *(names[side] for side in sides), "bigram model"], lines) + f"\n\n{made}"
+
+
+def installs() -> str:
+    """Rows of the install matrix that ran."""
+    found = rows("install", "row", "python", "torch")
+    return table(
+        ["how", "Python", "torch", "works", "tried beside import and first use", "on"],
+        [
+            (row["row"], row["python"], row["torch"] or "none", ", ".join(row["works"]) or "import and report",
+             ", ".join(row["tried"]), row["date"])
+            for row in found.values()
+        ],
+    )  # fmt: skip
+
+
+def torch_suite() -> str:
+    """Results of PyTorch's own optimizer tests, by its version and torch's."""
+    found = rows("torch_suite", "checkout", "torch")
+    return table(
+        ["PyTorch's tests", "torch", "Python", "passed", "failed", "skipped", "on"],
+        [
+            (row["checkout"], row["torch"], row["python"], row["passed"], row["failed"], row["skipped"], row["date"])
+            for row in found.values()
+        ],
+    )
+
+
 def machine() -> str:
     """What the results were measured on, and each benchmark's commit."""
     newest = {name: results(name)[-1]["environment"] for name in ("kernels", "window", "overhead")}
@@ -123,6 +161,9 @@ TABLES = {
     "windows": windows,
     "overhead": overhead,
     "fidelity": fidelity,
+    "pretrain": pretrain,
+    "installs": installs,
+    "torch suite": torch_suite,
 }
 
 

@@ -19,6 +19,8 @@ void bind_tables(py::module_& m) {
       .def(py::init<py::list, std::vector<int>, py::object, Place, std::vector<uint32_t>, int, uint64_t>())
       .def("accept", &Table::accept)
       .def("collect", &Table::collect)
+      .def("gradients", &Table::gradients)
+      .def("stepping", &Table::stepping)
       .def("sizes", &Table::sizes)
       .def("accumulate", &Table::accumulate)
       .def("sum_up", &Table::sum_up)

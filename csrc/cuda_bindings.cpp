@@ -45,13 +45,13 @@ PYBIND11_MODULE(_C_cuda, m) {
   m.def("squares_for", &fa::CudaExecutor::squares_for, py::arg("rows"), py::arg("elements"));
   m.def("scatter_rows", &fa::scatter_rows);
   py::class_<fa::CudaExecutor, fa::Executor>(m, "Cuda", py::module_local())
-      .def(py::init([](int device, uint64_t stream, uint64_t slots, int64_t slot_count, uint64_t grad_scale,
-                       uint64_t found_inf, uint64_t clip, uint64_t scale, uint64_t squares, int64_t square_count) {
+      .def(py::init([](int device, uint64_t stream, uint64_t slots, int64_t slot_count, uint64_t found_inf,
+                       uint64_t clip, uint64_t counts, uint64_t scale, uint64_t squares, int64_t square_count) {
              return std::make_unique<fa::CudaExecutor>(
                  device, stream, fa::CudaExecutor::Scratch{slots, slot_count, squares, square_count},
-                 fa::CudaExecutor::Factors{grad_scale, found_inf, clip, scale});
+                 fa::CudaExecutor::Factors{found_inf, clip, counts, scale});
            }),
            py::arg("device"), py::arg("stream"), py::arg("slots") = 0, py::arg("slot_count") = 0,
-           py::arg("grad_scale") = 0, py::arg("found_inf") = 0, py::arg("clip") = 0, py::arg("scale") = 0,
+           py::arg("found_inf") = 0, py::arg("clip") = 0, py::arg("counts") = 0, py::arg("scale") = 0,
            py::arg("squares") = 0, py::arg("square_count") = 0);
 }

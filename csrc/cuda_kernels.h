@@ -114,9 +114,9 @@ struct CountTable {
 
   ScalarSlot* slots = nullptr;       // of the first row; the others' follow
   double scale = 1, coefficient = 1;
-  const float* grad_scale = nullptr;  // what all gradients were multiplied by; null: 1
   const float* found_inf = nullptr;   // not 0: no update; null: 0
   const double* clip = nullptr;       // multiplies the coefficient; null: 1
+  const double* counts = nullptr;     // of contributions that each buffer holds; null: one at least. As slots, by row
   const DeviceScale* device_scale = nullptr;  // instead of scale
   int count = 0;
   Hyper groups[kGroups];
@@ -126,7 +126,7 @@ struct CountTable {
   uint8_t kind[kCapacity];           // of enum CountKind
 };
 static_assert(sizeof(CountTable) <= kParameterBytes);
-enum CountKind : uint8_t { kStepIsDouble = 1, kStepOnHost = 2, kSlotIsDouble = 4, kOnlyGrad = 8 };
+enum CountKind : uint8_t { kStepIsDouble = 1, kStepOnHost = 2, kSlotIsDouble = 4, kHasGrad = 8, kHasAccum = 16 };
 
 // Rows' sums of squares, each to be added up from those of its blocks.
 struct SquaresTable {

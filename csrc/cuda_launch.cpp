@@ -48,15 +48,16 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
   table->slots = slots;
   table->scale = scale;
   table->coefficient = coefficient;
-  table->grad_scale = reinterpret_cast<const float*>(factors.grad_scale);
   table->found_inf = reinterpret_cast<const float*>(factors.found_inf);
   table->clip = reinterpret_cast<const double*>(factors.clip);
+  table->counts = reinterpret_cast<const double*>(factors.counts);
   table->device_scale = reinterpret_cast<const DeviceScale*>(factors.scale);
   std::vector<int> places(hypers.size(), -1);  // of groups in the table
   int groups = 0;
   const auto flush = [&] {
     if (table->count) launch_counts(*table, stream);
     table->slots += table->count;
+    if (table->counts) table->counts += table->count;
     table->count = 0;
     std::fill(places.begin(), places.end(), -1);
     groups = 0;
@@ -72,7 +73,8 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
     const bool on_host = counted_on_host(row);
     table->group[i] = static_cast<uint8_t>(*place);
     table->kind[i] = uint8_t((row.step_is_double ? kStepIsDouble : 0) | (on_host ? kStepOnHost : 0) |
-                             (row.param.dtype == DType::f64 ? kSlotIsDouble : 0) | (row.has_accum ? 0 : kOnlyGrad));
+                             (row.param.dtype == DType::f64 ? kSlotIsDouble : 0) | (row.has_grad ? kHasGrad : 0) |
+                             (row.has_accum ? kHasAccum : 0));
     table->step[i] = row.step;
     table->parameter[i] = row.randomness.parameter;
     if (on_host) {
@@ -143,8 +145,9 @@ void CudaExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers
                                 std::to_string(scratch_.slot_count));
   }
   refuse_misaligned(rows);
-  if ((factors_.found_inf || factors_.scale) && std::any_of(rows.begin(), rows.end(), counted_on_host)) {
-    throw std::invalid_argument("found_inf or a scale on the device needs the counts of updates there: the host would "
+  const bool may_skip = factors_.found_inf || factors_.scale || factors_.counts;
+  if (may_skip && std::any_of(rows.begin(), rows.end(), counted_on_host)) {
+    throw std::invalid_argument("what the device decides to skip needs the counts of updates there: the host would "
                                 "count on");
   }
   auto* const slots = reinterpret_cast<ScalarSlot*>(scratch_.slots);

@@ -17,10 +17,10 @@ class CudaExecutor : public Executor {
  public:
   // What a step reads from device memory, as addresses; 0: nothing.
   struct Factors {
-    uint64_t grad_scale = 0;  // float32: what all gradients were multiplied by
-    uint64_t found_inf = 0;   // float32: not 0: no update, the window is dropped
-    uint64_t clip = 0;        // float64: multiplies the coefficient
-    uint64_t scale = 0;       // DeviceScale: instead of the calls' scale, of accumulations too
+    uint64_t found_inf = 0;  // float32: not 0: no update, the window is dropped
+    uint64_t clip = 0;       // float64: multiplies the coefficient
+    uint64_t counts = 0;     // a float64 for every row: contributions that its buffer holds
+    uint64_t scale = 0;      // DeviceScale: instead of the calls' scale, of accumulations too
   };
 
   // Device memory, as addresses, which no other stream uses at the same time.

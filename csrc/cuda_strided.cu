@@ -137,10 +137,10 @@ __global__ void __launch_bounds__(kThreads) count_updates(const __grid_constant_
   if (row >= table.count) return;
   const double scale = table.device_scale ? global_load(&table.device_scale->wide) : table.scale;
   const bool ignores_grad = table.device_scale && scale == 0;
-  const bool skip = (table.found_inf && global_load(table.found_inf) != 0) ||
-                    (ignores_grad && table.kind[row] & kOnlyGrad);  // nothing has contributed
+  const bool from_grad = table.kind[row] & kHasGrad && !ignores_grad;
+  const bool from_accum = table.kind[row] & kHasAccum && !(table.counts && global_load(table.counts + row) == 0);
+  const bool skip = (table.found_inf && global_load(table.found_inf) != 0) || !(from_grad || from_accum);
   double coefficient = table.coefficient;
-  if (table.grad_scale) coefficient *= 1 / double(global_load(table.grad_scale));
   if (table.clip) coefficient *= global_load(table.clip);
   void* const place = table.step[row];
   double t;

@@ -71,12 +71,9 @@ long long running_task() {
   return PyErr_Occurred() ? kNoTask - 1 : task;
 }
 
-// Whether there is nothing to do: 1, 0, or -1 with a Python error.
-int idle(Hook* hook, PyObject* param) {
-  if (!hook->pulse || hook->pulse->watch == kAll) return 0;
-  const long long task = running_task();
-  if (task < kNoTask) return -1;
-  if (task != hook->pulse->task) return 0;
+// Whether there is nothing to do while `task` runs: 1, 0, or -1 with a Python error.
+int idle(Hook* hook, PyObject* param, long long task) {
+  if (!hook->pulse || hook->pulse->watch == kAll || task != hook->pulse->task) return 0;
   PyObject* grad = tensor_attributes().grad.get(param);
   if (!grad) return -1;
   TensorInfo info;
@@ -91,13 +88,13 @@ int idle(Hook* hook, PyObject* param) {
 PyObject* call_hook(PyObject* self, PyObject* args, PyObject*) {
   PyObject* param;
   if (!PyArg_UnpackTuple(args, "hook", 1, 1, &param)) return nullptr;
-  const int nothing = idle(reinterpret_cast<Hook*>(self), param);
+  const long long task = running_task();
+  if (task < kNoTask) return nullptr;
+  const int nothing = idle(reinterpret_cast<Hook*>(self), param, task);
   if (nothing < 0) return nullptr;
   if (nothing) Py_RETURN_NONE;
   // Noted before any Python runs: a signal's exception is raised by the first that does.
   Pulse* pulse = reinterpret_cast<Hook*>(self)->pulse;
-  const long long task = running_task();
-  if (task < kNoTask) return nullptr;
   if (pulse && pulse->entering == kNoTask) pulse->entering = task;
   return PyObject_CallMethodObjArgs(self, slow_name, param, nullptr);
 }

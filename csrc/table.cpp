@@ -139,6 +139,14 @@ std::pair<Py_ssize_t, Py_ssize_t> Table::collect(py::list accums, py::bytearray 
   return {found, kAllRight};
 }
 
+std::vector<size_t> Table::gradients() const {
+  return rows_where([](const Entry& e) { return e.has_grad(); });
+}
+
+std::vector<size_t> Table::stepping() const {
+  return rows_where([](const Entry& e) { return e.steps; });
+}
+
 std::pair<int64_t, int64_t> Table::sizes() const {
   int64_t elements = 0;
   for (const Entry& e : entries_) elements += std::max(e.g.numel, e.a.numel);

@@ -15,7 +15,7 @@ namespace fa {
 class Table {
  public:
   static constexpr Py_ssize_t kAllRight = -1;
-  static constexpr char kByGrad = 2;  // in `present`, as BY_GRAD in fused_accum/buckets.py
+  static constexpr char kByGrad = 2;  // in `present`, as BY_GRAD in fused_accum/buffers.py
 
   // params: list of tensors; groups: index of each into the hypers; increment_version: torch's function;
   // place: where the tensors are; indices: of each parameter in the optimizer; weights: of 16-bit parameters, as
@@ -31,6 +31,10 @@ class Table {
   // whether rows with a gradient need a buffer.
   // Returns (gradients found, row that needs attention or kAllRight).
   std::pair<Py_ssize_t, Py_ssize_t> collect(py::list accums, py::bytearray present, py::bytearray dtypes, bool buffers);
+
+  // The rows with a gradient still to be added, and, after prepare, those of the coming step.
+  std::vector<size_t> gradients() const;
+  std::vector<size_t> stepping() const;
 
   // Parameters, and how many elements their gradients or buffers had when they were read last.
   std::pair<int64_t, int64_t> sizes() const;
@@ -75,6 +79,14 @@ class Table {
   bool usable_gradient(const Entry& entry) const;
   bool read_state(Entry& entry, PyObject* state, const Hyper& hyper) const;
   bool parameters_overlap();
+  template <class F>
+  std::vector<size_t> rows_where(F holds) const {
+    std::vector<size_t> rows;
+    for (size_t i = 0; i < entries_.size(); ++i) {
+      if (holds(entries_[i])) rows.push_back(i);
+    }
+    return rows;
+  }
   Row accumulation(const Entry& entry, bool has_accum, double* squares) const;
   Row measurement(const Entry& entry, int accum_dtype, double* squares) const;
   static void record_stream(const Entry& entry, const py::object& stream);

@@ -35,7 +35,9 @@ def load(name: str = "_C") -> tuple[ModuleType | None, str]:
     try:
         note = json.loads(path.read_text())
     except FileNotFoundError:
-        return None, f"{full} was not built; have {needed}, {_REINSTALL}"
+        others = sorted(other.name for other in path.parent.glob(f"{name}.*.so"))
+        done = f"was built for another Python alone ({', '.join(others)})" if others else "was not built"
+        return None, f"{full} {done}; have {needed}, {_REINSTALL}"
     more = f" (all of it: {path})" if note["output"] else ""
     return None, f"{full} was not built: {note['reason']}{more}; {note['remedy']}, {_REINSTALL}"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .direct_wgrad import DirectHandle
@@ -13,7 +15,9 @@ from .main_grad import MainGrad
 from .runtime import Runtime
 from .scale_loss import scale_loss
 from .step_in_backward import StepInBackward
-from .window import number
+from .window import count_as_scale, number, refuse_extremes
+
+HALF_LARGEST = torch.finfo(torch.float16).max
 
 
 class BackwardModes:
@@ -65,10 +69,17 @@ class BackwardModes:
                 same number in every backward of the window (or its ``p.grad`` was discarded in between).
 
         Raises:
-            As ``accumulate_in_backward``, where that is not installed yet.
+            ValueError: the model has no parameter of this optimizer. Otherwise as ``accumulate_in_backward``, where
+                that is not installed yet.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"direct_wgrad() got a {type(model).__name__}; it needs the model, an nn.Module, itself")
+        own = {id(p) for group in self.param_groups for p in group["params"]}
+        if not any(id(p) in own for p in model.parameters()):
+            raise ValueError(
+                f"direct_wgrad() got a {type(model).__name__} of whose parameters none is this optimizer's (a copy "
+                "of the model, or another one?); give it the model whose parameters() the optimizer was given"
+            )
         with self._run.exclusive("direct_wgrad"):
             session = self._run.backward
             owns = session is None or not session.installed
@@ -76,7 +87,16 @@ class BackwardModes:
                 session = self._run.start_backward(self.param_groups)
             elif session.direct or type(session) is MainGrad:
                 raise RuntimeError("direct_wgrad() or attach_main_grad() is installed already; remove() that first")
-            return DirectHandle(session, model, owns, check)
+            handle = DirectHandle(session, model, owns, check)
+        if not handle.direct:
+            name, why = next(iter(handle.ordinary.items()))
+            warnings.warn(
+                f"direct_wgrad() covers no parameter of this {type(model).__name__}: {name}: {why} (the handle's "
+                "ordinary lists all). It is as accumulate_in_backward() here",
+                UserWarning,
+                stacklevel=2,
+            )
+        return handle
 
     def attach_main_grad(self) -> Handle:
         """``accumulate_in_backward()``, with each buffer also as ``p.main_grad``, for layers that add to that.
@@ -112,21 +132,23 @@ class BackwardModes:
 
         Args:
             loss: any tensor with a graph; not mutated.
-            scale, weight: number or 0-dim tensor, finite, >= 0; all losses of a window have a weight or none has. A
-                tensor on a GPU stays there and is not checked: nothing waits for it, where ``step`` need not know
-                the sum on the host (backend "cuda", no clipping, skipping or GradScaler); a weight of 0 then sends
-                zeros down, and a window of them is dropped without a warning.
+            scale, weight: number or 0-dim tensor, as for ``accumulate``; all losses of a window have a weight or none
+                has. A tensor on a GPU stays there and is not checked: nothing waits for it (backends "cuda" and
+                "triton"); a weight of 0 then sends zeros down, and a window of them is dropped without a warning.
 
         Returns:
             ``scale * weight * loss``.
 
         Raises:
-            RuntimeError: not accumulating in backward.
-            ValueError: scale or weight out of range; weights mixed with none (a backward without ``scale_loss`` in a
-                weighted window raises when it finishes, and ``step`` then until ``zero_grad``).
+            RuntimeError: not accumulating in backward, or no longer; a p.grad from before, with a weight.
+            ValueError: scale or weight out of range (with float16 gradients above 65504 too); a loss that has a
+                weight already; weights mixed with none (a backward without ``scale_loss`` in a weighted window raises
+                when it finishes, and ``step`` then until ``zero_grad``).
         """
+        count = count_as_scale(scale, weight)
         scale = number("scale", scale)
         weight = None if weight is None else number("weight", weight)
+        refuse_extremes(scale, weight)
         with self._run.exclusive("scale_loss"):
             self._run.refuse_missing_hooks("scale_loss")
             if self._run.backward is None:
@@ -134,7 +156,30 @@ class BackwardModes:
                     "scale_loss() is for accumulation in backward; call accumulate_in_backward() first, or give the "
                     "factor to accumulate() and step()"
                 )
-            return scale_loss(self._run.backward, loss, scale, weight)
+            if not self._run.backward.installed:
+                raise RuntimeError(
+                    "scale_loss() in a window whose handle was removed before its end: no hook would record the "
+                    "factor; p.grad still holds the window: end it with step(), or drop it with zero_grad(), or call "
+                    "accumulate_in_backward() (or direct_wgrad()) again, first"
+                )
+            self._refuse_half_overflow(loss, scale, weight)
+            scaled = scale_loss(self._run.backward, loss, scale, weight)
+        if message := self._run.window.once("count", count):
+            warnings.warn(message, UserWarning, stacklevel=3)
+        return scaled
+
+    def _refuse_half_overflow(self, loss: Tensor, scale: float | Tensor, weight: float | Tensor | None) -> None:
+        """Raise ValueError for a weight that takes float16 gradients, which it multiplies, out of their range."""
+        factor = scale if weight is None else scale * weight
+        if weight is None or isinstance(factor, Tensor) or factor <= HALF_LARGEST:
+            return
+        params = (p for group in self.param_groups for p in group["params"])
+        if loss.dtype == torch.float16 or any(p.dtype == torch.float16 for p in params):
+            raise ValueError(
+                f"scale_loss(weight={weight:g}) with float16 gradients, which backward computes from the weighted "
+                f"loss: scale * weight must be at most {HALF_LARGEST:.0f} there, float16's largest. Weights are in "
+                "any unit: divide all weights of a window by one number"
+            )
 
     def step_in_backward(self) -> StepInBackward:
         """A context manager around the backward of a window's last micro-batch: the update happens inside.

@@ -7,47 +7,29 @@ A backend that can do the same faster subclasses ``Bucket`` and keeps its meanin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import gt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from . import checks, norms
+from .buffers import BY_GRAD, Buffers
 from .rows import Rows
 from .state import MASTER, PARAMETER_DTYPES, SPLIT, STATE, Hyper, Options, complete
 
 if TYPE_CHECKING:
     from .backends.base import Backend
 
-SLAB_BYTES = 64 << 20  # buffers are cut from flat allocations of at most this size (larger ones stand alone)
-ALIGNMENT = 64  # bytes: a cache line, so that no two threads write to one
-BY_GRAD = 2  # in `present`: the buffer's content is what p.grad, an alias of it, holds at this moment
-
 
 class Stale(Exception):
     """A parameter has moved to another device since the buckets were made: make them anew."""
 
 
-class Accum(NamedTuple):
-    """A parameter's buffer, the parameter's dtype when it was made, and whether it holds a contribution."""
-
-    buffer: Tensor
-    dtype: int
-    present: int
-    stale: int
-
-
-class Bucket:
+class Bucket(Buffers):
     """Parameters of one device under one backend; entry i of every list belongs to ``params[i]``.
 
     Attributes:
-        accums: persistent buffers, None until a parameter's first contribution; outside ``optimizer.state``.
-        present: not 0 where the buffer holds a contribution of the open window (else it is not read): 1 where it was
-            put there, BY_GRAD where ``collect`` found that p.grad is the buffer.
-        stale: 1 where the buffer, when nothing is present, does not read zero.
-        dtypes: the parameter's dtype when its buffer was made, as an index into PARAMETER_DTYPES.
         grads: what ``collect`` found; None before and after.
         known: not 0 where the sum of squares of what the buffer holds is kept from the pass that wrote it.
         measured, squares: rows, and the sums of squares (float64) that ``sum_up`` or ``measure_gradients`` found
@@ -65,18 +47,14 @@ class Bucket:
         options: Options,
         indices: Sequence[int],
     ) -> None:
-        self.backend, self.reason, self.device, self.options = backend, reason, device, options
-        self.params, self.groups, self.name_of = list(params), list(groups), name_of
+        super().__init__(device, params, options)
+        self.backend, self.reason = backend, reason
+        self.groups, self.name_of = list(groups), name_of
         self.indices = list(indices)  # of the parameters in the optimizer
-        self.accums: list[Tensor | None] = [None] * len(self.params)
-        self.dtypes = bytearray(len(self.params))
-        self.present = bytearray(len(self.params))
-        self.stale = bytearray(len(self.params))
         self.known = bytearray(len(self.params))
         self.measured: list[int] = []
         self.squares: Tensor = torch.zeros(0, dtype=torch.float64)
         self.grads: Sequence[Tensor | None] | dict[int, Tensor | None] | None = None
-        self.factors: tuple[Tensor | None, Tensor | None] = (None, None)
         self.hypers: Sequence[Hyper] = ()  # of the groups, for ``step_row``
 
     # -- the way of a gradient ------------------------------------------------------------------------------
@@ -97,9 +75,12 @@ class Bucket:
             self.allocate([i for i in rows if self.accums[i] is None])
         return len(rows)
 
-    def accumulate(self, scale: float) -> None:
-        """(1) for every collected gradient; sets those ``p.grad`` to None."""
+    def accumulate(self, scale: float | Tensor) -> None:
+        """(1) for every collected gradient; sets those ``p.grad`` to None.
+
+        scale: on backends that decide on the device also a 0-dim float64 there, where 0 adds nothing."""
         rows = [i for i, g in enumerate(self.grads) if g is not None]
+        self.count(rows, scale)
         self.add(rows, scale)
         for i in rows:
             self.present[i] = 1
@@ -118,22 +99,29 @@ class Bucket:
                 if spec.name in state[p] and spec.wanted(p, group, self.options):
                     checks.check_state(self.name_of(p), spec, p, state[p][spec.name], self.options)
 
-    def sum_up(self, scale: float) -> None:
+    def sum_up(self, scale: float | Tensor) -> None:
         """After ``prepare``, before a step that needs the norm: what is to be added to a buffer is added, and
         ``measured`` and ``squares`` tell of every row with a contribution. A first one stays in ``p.grad``."""
         rows = self.contributing()
         both = [i for i in rows if self.grads[i] is not None and self.present[i] == 1]
         if both:
+            self.count(both, scale)
             self.add(both, scale)
             for i in both:
                 self.params[i].grad = self.grads[i] = None
         self.measured = rows
         self.squares = self.measure(rows, [self.grads[i] for i in rows], scale)
 
-    def measure_gradients(self, scale: float) -> None:
+    def measure_gradients(self, scale: float | Tensor) -> None:
         """``measured`` and ``squares`` of ``scale * p.grad`` for every collected gradient; changes nothing else."""
         self.measured = [i for i, g in enumerate(self.grads) if g is not None]
         self.squares = self.measure(self.measured, [self.grads[i] for i in self.measured], scale)
+
+    def by_row(self) -> Tensor:
+        """``squares`` by row, 0 where none was measured."""
+        if len(self.measured) == len(self.params):
+            return self.squares
+        return self.squares.new_zeros(len(self.params)).index_copy_(0, self.places(self.measured), self.squares)
 
     @torch.no_grad()
     def measure(self, rows: Sequence[int], grads: Sequence[Tensor | None], scale: float) -> Tensor:
@@ -168,13 +156,14 @@ class Bucket:
         self,
         state: dict,
         hypers: Sequence[Hyper],
-        scale: float,
+        scale: float | Tensor,
         coefficient: float,
         factors: norms.Factors | None = None,
     ) -> None:
         """(2) to (6) for every row with a contribution, after ``prepare``; consumes gradients and buffers."""
-        table = self.rows(self.contributing(), state, hypers, scale, coefficient)
-        table.factors = factors
+        rows = self.contributing()
+        table = self.rows(rows, state, hypers, scale, coefficient)
+        table.factors, table.counts = factors, self.counted(rows)
         self.backend.adamw(table)
         aliases = [g for g, present in zip(self.grads, self.present) if present == BY_GRAD]
         increment_version([*table.written(), *aliases])
@@ -190,7 +179,7 @@ class Bucket:
             g = checks.plain_gradient(g)
         self.grads = {i: g}
         checks.check_options(self.name_of(p), p, self.options)
-        complete(state[p], p, groups[self.groups[i]], self.options)
+        self.complete(state[p], p, groups[self.groups[i]], self.options)
         table = self.rows([i], state, self.hypers, 1.0, coefficient)
         self.backend.adamw(table)
         increment_version([*table.written(), *([g] if self.present[i] == BY_GRAD else [])])
@@ -198,22 +187,14 @@ class Bucket:
         if self.present[i]:
             self.stale[i] = self.present[i] = 0
 
-    def consumed(self, present: Sequence[int]) -> None:
-        """The buffers of all rows in ``present`` have been read and zeroed."""
-        if 1 in self.stale:
-            self.stale[:] = bytes(map(gt, self.stale, present))
-        self.present[:] = bytes(len(self.params))
-
     def complete(self, state: dict[str, Any], p: Tensor, group: dict[str, Any], options: Options) -> None:
         """Add to ``state`` what an update of ``p`` needs and ``state`` lacks."""
         complete(state, p, group, options)
+        if self.backend.decides_on_device:
+            with torch.inference_mode(False), torch.no_grad():
+                state["step"] = state["step"].to(self.device)
 
-    def reads_factors(self, grad_scale: Tensor | None, found_inf: Tensor) -> bool:
-        """Whether ``step`` heeds these factors of a GradScaler where they lie, without the host knowing them: set as
-        ``factors``, gradients are divided by ``grad_scale``, and ``found_inf`` not 0 drops them, counting nothing."""
-        return False
-
-    def add(self, rows: Sequence[int], scale: float) -> None:
+    def add(self, rows: Sequence[int], scale: float | Tensor) -> None:
         """(1) for ``rows``, of which all have a gradient."""
         accums = [self.accums[i] for i in rows]
         first = [not self.present[i] for i in rows]
@@ -231,14 +212,13 @@ class Bucket:
         self.release()
 
     def release(self) -> None:
-        """Forget what ``collect`` found, and the coming step's factors."""
+        """Forget what ``collect`` found."""
         self.grads = None
-        self.factors = (None, None)
 
     # -- pieces ---------------------------------------------------------------------------------------------
 
     def rows(
-        self, rows: Sequence[int], state: dict, hypers: Sequence[Hyper], scale: float, coefficient: float
+        self, rows: Sequence[int], state: dict, hypers: Sequence[Hyper], scale: float | Tensor, coefficient: float
     ) -> Rows:
         """The launch table of the given rows."""
         states = [state[self.params[i]] for i in rows]
@@ -283,71 +263,3 @@ class Bucket:
                 self.accums[i] = None
         if p.device != self.device:
             raise Stale
-
-    def is_buffer(self, i: int, g: Tensor) -> bool:
-        """Whether the gradient ``g`` of parameter ``i`` is its buffer under another name."""
-        accum = self.accums[i]
-        return accum is not None and g.numel() > 0 and g.data_ptr() == accum.data_ptr()
-
-    def allocate(self, rows: Sequence[int]) -> None:
-        """Give ``rows`` buffers, uninitialized: the first contribution writes without reading."""
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for i in rows:
-            by_dtype.setdefault(self.options.accum_dtype_for(self.params[i]), []).append(i)
-        with torch.inference_mode(False), torch.no_grad():
-            for dtype, members in by_dtype.items():
-                unit = ALIGNMENT // dtype.itemsize
-                slab: list[int] = []
-                size = 0
-                for i in members:
-                    need = -(-self.params[i].numel() // unit) * unit
-                    if slab and (size + need) * dtype.itemsize > SLAB_BYTES:
-                        self._cut(slab, size, dtype, unit)
-                        slab, size = [], 0
-                    slab.append(i)
-                    size += need
-                if slab:
-                    self._cut(slab, size, dtype, unit)
-
-    def _cut(self, rows: Sequence[int], size: int, dtype: torch.dtype, unit: int) -> None:
-        flat = torch.empty(size, dtype=dtype, device=self.device)
-        at = 0
-        for i in rows:
-            p = self.params[i]
-            dense = torch.empty_like(p, device="meta", memory_format=torch.preserve_format)
-            # .data: views of one tensor share a version counter, buffers must not
-            self.accums[i] = flat.as_strided(p.shape, dense.stride(), at).data
-            self.dtypes[i] = PARAMETER_DTYPES.index(p.dtype)
-            self.stale[i] = 1
-            at += -(-p.numel() // unit) * unit
-
-    # -- the window's content -------------------------------------------------------------------------------
-
-    def clear_window(self) -> None:
-        """Drop every contribution; the buffers read zero."""
-        for i, present in enumerate(self.present):
-            if present == 1:
-                self.accums[i].zero_()
-                self.stale[i] = 0
-        self.present[:] = bytes(len(self.params))
-
-    def clear_aliases(self) -> None:
-        """Make the buffers that ``collect`` found to be p.grad read zero."""
-        for i, present in enumerate(self.present):
-            if present == BY_GRAD:
-                self.accums[i].zero_()
-                self.stale[i] = 0
-
-    def export(self) -> dict[int, Accum]:
-        """Every buffer by ``id(parameter)``."""
-        return {
-            id(p): Accum(a, d, present, stale)
-            for p, a, d, present, stale in zip(self.params, self.accums, self.dtypes, self.present, self.stale)
-            if a is not None
-        }
-
-    def adopt(self, accums: dict[int, Accum]) -> None:
-        """Take over the buffers of ``accums`` that belong to this bucket's parameters."""
-        for i, p in enumerate(self.params):
-            if (own := accums.pop(id(p), None)) is not None:
-                self.accums[i], self.dtypes[i], self.present[i], self.stale[i] = own

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from .runtime import Runtime
+from .skipping import Count
 from .state import STATE, checked_rounding_seed, complete
 
 if TYPE_CHECKING:
     from .optimizer import FusedAccumAdamW
 
 PICKLE_KEY = "_fused_accum"
+GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")  # the others have defaults
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 SEED_KEY = "rounding_seed"  # of a saved group: step is the other part of the generator's state
 
 
@@ -44,6 +47,7 @@ def visible_window(opt: FusedAccumAdamW) -> Iterator[None]:
     ``opt.param_groups``, where ``Optimizer.state_dict`` and its hooks find them; state of parameters no longer in any
     group is hidden, which ``Optimizer.state_dict`` cannot name. Both are put back on exit."""
     run = opt._run
+    run.settle()
     members = {id(p): group for p, group in _parameters(opt)}
     before = dict(opt.state)
     for key in before:
@@ -82,6 +86,28 @@ def warn_mid_window_save(run: Runtime) -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def refuse_foreign(incoming: dict[str, Any]) -> None:
+    """Raise ValueError, before anything is loaded, for what is not the state_dict of an Adam."""
+    if "state" not in incoming or "param_groups" not in incoming:
+        raise ValueError(
+            f"the loaded state_dict has the keys {', '.join(map(repr, list(incoming)[:5]))}, not 'state' and "
+            "'param_groups'; load what optimizer.state_dict() returned (of a checkpoint that holds more, that part). "
+            "Nothing was loaded"
+        )
+    held = [(f"param_groups[{i}]", GROUP_KEYS, group) for i, group in enumerate(incoming["param_groups"])]
+    members = set(chain.from_iterable(group.get("params", ()) for _, _, group in held))
+    states = [(key, saved) for key, saved in incoming["state"].items() if key in members and saved]
+    held += [(f"state[{key!r}]", MOMENTS, saved) for key, saved in states]
+    for where, wanted, found in held:
+        lacking = ", ".join(repr(name) for name in wanted if name not in found)
+        if lacking:
+            raise ValueError(
+                f"{where} of the loaded state_dict lacks {lacking} (it has {', '.join(map(repr, found))}). "
+                "An optimizer's that is no Adam cannot be converted: load the model alone and start this optimizer "
+                "anew; or add what is lacking. Nothing was loaded"
+            )
 
 
 def refuse_other_masters(opt: FusedAccumAdamW, incoming: dict[str, Any]) -> None:
@@ -170,10 +196,11 @@ def reinstate(opt: FusedAccumAdamW) -> None:
 def pickled(opt: FusedAccumAdamW) -> dict[str, Any]:
     """What ``__getstate__`` adds: options, the window's books and its sums (by parameter)."""
     run = opt._run
+    run.settle()
     whole = run.has_whole_window()
     return {
         "options": run.options,
-        "skipped": (opt.skipped_steps, opt.skipped_microbatches),
+        "skipped_steps": opt.skipped_steps,
         "amp_requested": run.amp_requested,
         "window": run.window.emptied() if run.window.microbatches and not whole else run.window,
         "sums": [(p, _saved(run, p, accum)) for p, accum in run.contributions()] if whole else [],
@@ -184,7 +211,7 @@ def pickled(opt: FusedAccumAdamW) -> dict[str, Any]:
 def unpickle(opt: FusedAccumAdamW, saved: dict[str, Any]) -> None:
     """Rebuild the runtime of a copy from ``pickled``'s result."""
     run = opt._run = Runtime(saved["options"], opt)
-    run.skipped_steps, run.skipped_microbatches = saved.get("skipped", (0, 0))
+    run.skipped_steps = Count(saved["skipped_steps"])
     run.amp_requested = saved["amp_requested"]
     run.window = saved["window"]
     run.hooks_missing = saved["in_backward"]

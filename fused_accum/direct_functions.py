@@ -91,7 +91,7 @@ class DirectLinear(_Direct):
             tokens_in = x.reshape(-1, x.shape[-1])
             slot = session.slots[id(weight)]
             pair = (tokens_in, tokens_out) if ctx.transposed else (tokens_out, tokens_in)
-            buffer, first = session.acquire(slot, weight)
+            buffer, first = session.acquire(slot, weight, ctx.next_functions[1][0])
             add_product(buffer, *pair, first)
             session.added(slot, weight)
         if ctx.needs_input_grad[2]:
@@ -99,7 +99,7 @@ class DirectLinear(_Direct):
             if slot is None:
                 db = tokens_out.sum(0).to(bias.dtype)
             elif _wanted(ctx, 2, session.run().name_of(bias)):
-                buffer, first = session.acquire(slot, bias)
+                buffer, first = session.acquire(slot, bias, ctx.next_functions[2][0])
                 add_row_sum(buffer, tokens_out, first)
                 session.added(slot, bias)
         return dx, None, db, None, None, None
@@ -124,7 +124,7 @@ class DirectEmbedding(_Direct):
         if _wanted(ctx, 1, session.run().name_of(weight)):
             (index,) = ctx.saved_tensors
             slot = session.slots[id(weight)]
-            buffer, first = session.acquire(slot, weight)
+            buffer, first = session.acquire(slot, weight, ctx.next_functions[1][0])
             if first:
                 session.clear(weight)
             backend = session.run().find(weight)[0].backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,10 +40,25 @@ def never_compiled(function: Callable) -> Callable:
     return function
 
 
+def in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs this backward: it calls hooks, but not what is to follow the whole."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(module, "in_compiled_autograd_region", False)
+
+
+# What torch.compile(fullgraph=True) says where it meets such a method.
+NOT_COMPILED = (
+    "FusedAccumAdamW's methods are not compiled, they break the graph: compile with fullgraph=True only the model or "
+    "a function without them; or leave fullgraph out (numbers of any kind may then change without recompiling)"
+)
+
+
 def one_graph_break(method: Callable) -> Callable:
     """``torch._disable_dynamo(method)``, without what that costs a call (a tenth of a small step) while nothing is
     being compiled."""
     outside = torch._disable_dynamo(method)
+    outside._torchdynamo_disable = True  # as torch.compiler.disable(reason=) does
+    outside._torchdynamo_disable_msg = NOT_COMPILED
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -39,15 +39,17 @@ class _Finish:
 
 class Task:
     """One backward pass. touched: it has added to a gradient. replaced: it found a ``p.grad`` that was not where it
-    had been put. direct: it has added to buffers directly, on these ``streams`` of devices. scale, weight: what
+    had been put. direct: it has added to buffers directly, on these ``streams`` of devices; ``ordered``: slots of
+    which autograd's own addition waits for that. scale, weight: what
     ``scale_loss`` gave it. nested: it runs within another."""
 
-    __slots__ = ("alive", "direct", "id", "nested", "replaced", "scale", "streams", "touched", "weight")
+    __slots__ = ("alive", "direct", "id", "nested", "ordered", "replaced", "scale", "streams", "touched", "weight")
 
     def __init__(self, id: int, alive: weakref.ref, nested: bool) -> None:
         self.id, self.alive, self.nested = id, alive, nested
         self.touched = self.replaced = self.direct = False
         self.streams: set[Any] = set()
+        self.ordered: set[Any] = set()
         self.scale: float | Tensor | None = None
         self.weight: float | Tensor | None = None
 

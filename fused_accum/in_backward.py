@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from . import checks, streams
+from .entry import never_compiled
 from .graph_tasks import GraphTasks
 from .slots import (
     RequiringGrad,
@@ -51,6 +53,8 @@ class InBackward(WindowInGrad):
         self.spoiled: Exception | None = None  # why the window cannot be stepped
         self.edited: str | None = None  # the parameter whose undivided p.grad was changed
         self.installed = True
+        self.leftover = False
+        self.handed_out: weakref.ref | None = None
         self.ready: Callable[[Slot, Tensor], None] | None = None
         self.stepping: StepInBackward | None = None
         self.finishing = False
@@ -141,12 +145,14 @@ class InBackward(WindowInGrad):
         checks.check_parameter(bucket.name_of(p), p)
         checks.check_gradient(bucket.name_of(p), p, p.grad)
 
-    def acquire(self, slot: Slot, p: Tensor) -> tuple[Tensor, bool]:
+    def acquire(self, slot: Slot, p: Tensor, node: Node) -> tuple[Tensor, bool]:
         """The buffer for something to be added to it in this backward, and whether it is the first contribution: the
-        buffer is then to be overwritten, and ``expose`` to be called."""
+        buffer is then to be overwritten, and ``expose`` to be called. node: autograd's, that accumulates p's."""
         if current_task_id() != self.tasks.pulse.task:
             self.tasks.touch()
         slot.stream = streams.after(slot.stream, p.device)
+        if slot.stream is not None:
+            self._before(node, slot, p.device)
         bucket, row = self.run().find(p)
         g = p.grad
         if g is not None and self.ready is not None and g._version != slot.version:
@@ -159,6 +165,21 @@ class InBackward(WindowInGrad):
         elif g is None:
             return self.buffer(slot, bucket, row), True
         return bucket.accums[row], False
+
+    def _before(self, node: Node, slot: Slot, device: torch.device) -> None:
+        """Order what other uses of the parameter have autograd add to p.grad, once per backward and on a stream that
+        need not be this one, after what is added here."""
+        task = self.tasks.running[current_task_id()]
+        if slot in task.ordered:
+            return
+        task.ordered.add(slot)
+
+        @never_compiled
+        def wait(_: Any) -> None:
+            handle.remove()
+            slot.stream = streams.after(slot.stream, device)
+
+        handle = node.register_prehook(wait)
 
     def added(self, slot: Slot, p: Tensor) -> None:
         """After ``acquire`` and the addition: p.grad is the buffer."""

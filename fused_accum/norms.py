@@ -8,7 +8,7 @@ exactly where all elements are (but for float64 gradients beyond 1e154, whose sq
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -53,10 +53,16 @@ class Factors(NamedTuple):
     def on(self, device: torch.device) -> Factors:
         return Factors(*(f if f is None else f.to(device, non_blocking=True) for f in self))
 
-    def and_(self, known: Factors) -> Factors:
-        """Both; ``known`` has both factors."""
-        clip = known.clip if self.clip is None else self.clip * known.clip
-        return Factors(clip, known.skip if self.skip is None else torch.maximum(self.skip, known.skip))
+    def and_(self, other: Factors) -> Factors:
+        def both(a: Tensor | None, b: Tensor | None, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+            return b if a is None else a if b is None else join(a, b.to(a.device, non_blocking=True))
+
+        return Factors(both(self.clip, other.clip, torch.mul), both(self.skip, other.skip, torch.maximum))
+
+
+def unscaled(grad_scale: Tensor | None, found_inf: Tensor) -> Factors:
+    """What a GradScaler asks for: gradients divided by ``grad_scale``, and nothing done where an inf was found."""
+    return Factors(None if grad_scale is None else 1 / grad_scale.double().squeeze(), found_inf.float().squeeze())
 
 
 def divided_by(total: Tensor) -> Factors:
@@ -69,7 +75,7 @@ class Norms:
     """The norms of one step's gradient, where they were found; ``value``: the global one, where the host knows it."""
 
     def __init__(self, buckets: Sequence[Bucket], coefficient: float | Tensor) -> None:
-        self.coefficient = coefficient
+        self.coefficient = coefficient  # a tensor: only its device knows it
         self.value: float | None = None
         self.parts = [(b.params, b.name_of, b.measured, b.squares) for b in buckets if b.measured]
 
@@ -90,12 +96,22 @@ class Norms:
         if self.value is not None:
             return torch.tensor(self.value, dtype=torch.float64, device=device)
         sums = [squares.sum().to(device, non_blocking=True) for _, _, _, squares in self.parts]
-        return torch.stack(sums).sum().sqrt() * self.coefficient
+        return torch.stack(sums).sum().sqrt() * self._coefficient(device)
+
+    def finite(self) -> Tensor:
+        """Whether all gradients are, 0-dim bool on the first device."""
+        device = self.parts[0][3].device
+        each = [(squares < math.inf).all().to(device, non_blocking=True) for _, _, _, squares in self.parts]
+        return each[0] if len(each) == 1 else torch.stack(each).all()
+
+    def _coefficient(self, device: torch.device) -> float | Tensor:
+        known = self.coefficient
+        return known.to(device, non_blocking=True) if isinstance(known, Tensor) else known
 
     def each(self) -> dict[Tensor, Tensor]:
         found: dict[Tensor, Tensor] = {}
         for params, _, rows, squares in self.parts:
-            each = (squares.sqrt() * self.coefficient).to(self.dtype).unbind()
+            each = (squares.sqrt() * self._coefficient(squares.device)).to(self.dtype).unbind()
             found.update(zip([params[i] for i in rows], each))
         return found
 

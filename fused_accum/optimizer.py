@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checkpoint, norms, pipeline
+from .amp import Scaler
 from .backward_modes import BackwardModes
 from .entry import hooked, one_graph_break
+from .looking_in import LookingIn
 from .runtime import Runtime
-from .state import Options
-from .window import Pending
+from .state import GroupOption, Option, Options
+from .window import count_as_scale
 
 
-class BackendRow(NamedTuple):
-    """How many parameters run on which backend, and why."""
-
-    parameters: int
-    backend: str
-    reason: str
-
-# Options of __init__ beyond torch's.
-OF_THE_WHOLE = (
-    "accum_dtype", "state_dtype", "master_weights", "stochastic_rounding", "rounding_seed", "max_grad_norm",
-    "skip_nonfinite", "backend",
-)  # fmt: skip
-
-
-class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
+class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
     r"""AdamW that accumulates micro-batches itself: one persistent buffer, one fused pass per micro-batch.
 
     A window is the micro-batches of one update. ``accumulate()`` adds each ``p.grad`` into the parameter's buffer
@@ -65,8 +54,11 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
             global L2 norm inside ``step``, with torch.nn.utils.clip_grad_norm_'s coefficient; None: no clipping.
         skip_nonfinite: "step": a window whose gradient has an inf or a NaN is dropped, parameters and state
             untouched; "microbatch" (explicit mode only): a micro-batch with one is rejected before any of it is added
-            and its weight does not count; None: it is used as it is.
+            and its weight does not count; None: it is used as it is. On a GPU (backends "cuda" and "triton") the
+            device decides, nothing waits for it, and there is no warning of a window of which all was rejected.
         backend: "auto", or a name from ``python -m fused_accum``.
+
+    Options beyond torch's are attributes that can be read; setting one raises AttributeError.
 
     Raises:
         ValueError, TypeError, RuntimeError: what torch.optim.AdamW raises, and for options of ours out of range.
@@ -124,7 +116,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's; ValueError for an option that only the whole optimizer can have."""
-        whole = [name for name in OF_THE_WHOLE if isinstance(param_group, dict) and name in param_group]
+        whole = [name for name in Options._fields if isinstance(param_group, dict) and name in param_group]
         if whole:
             raise ValueError(
                 f"a parameter group has {whole[0]}={param_group[whole[0]]!r}, an option of the whole optimizer: pass "
@@ -143,10 +135,12 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         left alone; a call that finds no gradient at all counts nothing. Gradients are never written to.
 
         Args:
-            scale: number or 0-dim tensor, finite, >= 0. The CUDA backend reads tensors on the GPU there, unchecked:
-                the host does not wait for them.
-            weight: number or 0-dim tensor, finite, >= 0, in any unit (tokens, samples); all micro-batches of a
-                window have one or none has. 0 skips the add, even of NaN.
+            scale: number or 0-dim tensor; it, and its product with the weight, 0 or from 1e-18 to 1e18. Backends
+                "cuda" and "triton" read tensors on the GPU there, unchecked: the host does not wait for them.
+            weight: number or 0-dim tensor, 0 or from 1e-18 to 1e18, in any unit (tokens, samples); all micro-batches
+                of a window have one or none has. 0 skips the add, even of NaN.
+
+        Warns, once: an integer scale above 1, which looks like a count of tokens; no gradient and no open window.
 
         Raises:
             ValueError: scale or weight out of range; weights mixed with none.
@@ -154,9 +148,12 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
                 requiring grad, cast or moved in mid-window); called in a backward or concurrently. Nothing has
                 changed then.
         """
+        count = count_as_scale(scale, weight)
         scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("accumulate"):
-            pipeline.take_microbatch(self, scale, weight)
+            messages = pipeline.take_microbatch(self, scale, weight), self._run.window.once("count", count)
+        for message in filter(None, messages):
+            warnings.warn(message, UserWarning, stacklevel=3)
 
     @hooked
     def step(
@@ -179,17 +176,22 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         Returns:
             The closure's result, or None.
 
+        Warns, once each: as ``accumulate``; the sum of scales differs from the window before; the last scale seems
+        forgotten; a factor that no gradient was left for; the third call in a row that finds nothing.
+
         Raises:
-            As ``accumulate``; RuntimeError also when GradScaler steps with explicit contributions pending.
+            As ``accumulate``; ValueError for hyper-parameters in a group that no step can use (not finite, betas
+            outside [0, 1)); RuntimeError also when GradScaler steps with explicit contributions pending.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        count = count_as_scale(scale, weight)
         scale, weight = pipeline.factors_of(self, scale, weight)
         with self._run.exclusive("step"):
-            message = pipeline.end_window(self, scale, weight)
-        if message:
+            messages = pipeline.end_window(self, scale, weight), self._run.window.once("count", count)
+        for message in filter(None, messages):
             warnings.warn(message, UserWarning, stacklevel=4)
         return loss
 
@@ -239,6 +241,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         asked for (fused=True), while explicit micro-batches are pending, so that ``step`` can refuse, and while
         weights are recorded in backward, when p.grad must not be edited; and after step_in_backward(), to refuse."""
         run = self._run
+        run.scaler = Scaler.asking(sys._getframe(1)) or run.scaler
         explicit = run.backward is None and run.window.microbatches > 0
         weighted = run.backward is not None and run.window.weighted
         return run.amp_requested or explicit or weighted or run.stepped_in_backward
@@ -246,63 +249,6 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self._run.amp_requested = bool(value)
-
-    # -- looking in -----------------------------------------------------------------------------------------
-
-    @property
-    def pending(self) -> Pending:
-        """``(microbatches, weight)`` of the open window: how many had a gradient, the sum of their weights.
-
-        While accumulating in backward, how many backwards have finished.
-        """
-        if self._run.backward is not None:
-            self._run.backward.settle()
-        return self._run.window.pending
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The global L2 norm of the last stepped (or skipped) window's gradient before clipping, a new 0-dim tensor.
-
-        Of what the update uses: divided by the sum of weights and by GradScaler's scale. float32, or float64 where a
-        parameter is. None before the first step, and without ``max_grad_norm`` and ``skip_nonfinite="step"``.
-        """
-        found = self._run.norms
-        return None if found is None else found.total().to(found.dtype)
-
-    def grad_norms(self) -> dict[Tensor, Tensor]:
-        """The L2 norm of every parameter's part of ``grad_norm``'s gradient, 0-dim, by parameter; those without a
-        contribution are left out. Empty where ``grad_norm`` is None."""
-        found = self._run.norms
-        return {} if found is None else found.each()
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps ``skip_nonfinite="step"`` has dropped (those that GradScaler drops are not counted).
-
-        On a GPU reading it waits for the device.
-        """
-        run = self._run
-        return run.skipped_steps + (0 if run.skipped_on_device is None else int(run.skipped_on_device))
-
-    @property
-    def skipped_microbatches(self) -> int:
-        """How many micro-batches ``skip_nonfinite="microbatch"`` has rejected."""
-        return self._run.skipped_microbatches
-
-    @property
-    def nonfinite_parameter(self) -> str | None:
-        """The name of the first parameter with an inf or a NaN in what was skipped last; None: nothing was.
-
-        With the CUDA backend, where the host does not know of a skip: of the last step, None if that was finite.
-        """
-        found = self._run.offender
-        return None if found is None else found.nonfinite()
-
-    @property
-    def backends(self) -> list[BackendRow]:
-        """``(parameters, backend, reason)`` for every bucket of parameters."""
-        buckets = self._run.buckets(self.param_groups)
-        return [BackendRow(len(bucket.params), bucket.backend.name, bucket.reason) for bucket in buckets]
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
@@ -319,7 +265,8 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of torch.optim.AdamW; moments become ``state_dtype`` uncast by the
-        parameter's dtype. An open window is discarded with a warning, a saved one restored."""
+        parameter's dtype. An open window is discarded with a warning, a saved one restored. ValueError, with nothing
+        loaded, for what lacks AdamW's entries."""
         run = self._run
         owner = run.owner()
         if owner is not self:  # the wrapper's attributes are not the optimizer's, which torch's loading assigns to
@@ -328,6 +275,7 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
         dropped = run.window.microbatches
 
         def remember(_: Any, incoming: dict[str, Any]) -> None:
+            checkpoint.refuse_foreign(incoming)
             checkpoint.refuse_other_masters(self, incoming)
             checkpoint.saved_seed(self, incoming)
             run.incoming = incoming
@@ -358,3 +306,9 @@ class FusedAccumAdamW(BackwardModes, torch.optim.AdamW):
             checkpoint.unpickle(self, saved)
         elif self._run.incoming is not None:
             checkpoint.reinstate(self)
+
+
+for _name in Options._fields:
+    setattr(FusedAccumAdamW, _name, Option(_name))
+for _name in ("lr", "betas", "eps", "weight_decay"):
+    setattr(FusedAccumAdamW, _name, GroupOption(_name))

@@ -6,33 +6,34 @@ clear. What needs the whole sum before any update (a norm, a reduction over rank
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from . import checks, norms, window
+from . import checks, norms, skipping, window
 from .buckets import Bucket
+from .nothing_left import NOTHING_THERE, nothing_left
+from .skipping import there
 from .state import Hyper, complete
-from .window import host_number
 
 if TYPE_CHECKING:
     from .optimizer import FusedAccumAdamW
-
-
-def host_factors(scale: Any, weight: Any) -> tuple[float, float | None]:
-    return host_number("scale", scale), None if weight is None else host_number("weight", weight)
+    from .runtime import Runtime
 
 
 def factors_of(opt: FusedAccumAdamW, scale: Any, weight: Any) -> tuple[float | Tensor, float | Tensor | None]:
-    """As ``host_factors``, but what lies on a device stays there, as float64, where all kernels read it there."""
-    there = [f for f in (scale, weight) if window.on_device(f)]
-    if not there or opt._run.backward is not None or hasattr(opt, "found_inf"):
-        return host_factors(scale, weight)
-    buckets = opt._run.buckets(opt.param_groups)
-    if not all(b.backend.scales_on_device and b.device == f.device for b in buckets for f in there):
-        return host_factors(scale, weight)
-    return window.number("scale", scale), None if weight is None else window.number("weight", weight)
+    """Both as floats; but what lies on a device stays there, as float64, where all kernels read it there."""
+    read = window.host_number
+    if opt._run.backward is None and any(window.on_device(factor) for factor in (scale, weight)):
+        buckets = opt._run.buckets(opt.param_groups)
+        if buckets and all(bucket.backend.decides_on_device for bucket in buckets):
+
+            def read(name: str, value: Any) -> float | Tensor:  # on one device, so that they can be added up
+                return there(window.number(name, value), buckets[0].device)
+
+    scale, weight = read("scale", scale), None if weight is None else read("weight", weight)
+    window.refuse_extremes(scale, weight)
+    return scale, weight
 
 
 def _factor(scale: float | Tensor, weight: float | Tensor | None) -> float | Tensor:
@@ -49,8 +50,9 @@ def _release(buckets: list[Bucket]) -> None:
         bucket.release()
 
 
-def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tensor | None) -> None:
-    """Add the gradients in ``p.grad`` to the open window, or only count them where their factor is zero.
+def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tensor | None) -> str | None:
+    """Add the gradients in ``p.grad`` to the open window, or only count them where their factor is zero. Returns what
+    to warn of.
 
     While accumulating in backward they are there already.
     """
@@ -58,27 +60,31 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float |
     run.refuse_missing_hooks("accumulate")
     run.stepped_in_backward = False
     if run.backward is not None:
-        _refuse_factors("accumulate", scale, weight)
+        _refuse_factors("accumulate", run, scale, weight)
         run.backward.refuse_unfinished()
-        return
+        return None
     factor = _factor(scale, weight)
     adds = not _is_zero(factor)
     buckets, found = run.collect(opt.param_groups, buffers=adds)
     try:
         if not found:
-            return
+            return None if run.window.open else run.window.once("nothing", NOTHING_THERE.format("accumulate()"))
         run.window.refuse_mixing(weight)
-        if adds and _rejected(opt, buckets, factor):
-            return
+        if adds:
+            taken = skipping.accepted(run, buckets, factor, weight)
+            if taken is None:
+                return None
+            factor, weight = taken
         if not opt.state and adds:
             _begin_state(opt)
         # Counted before the kernels run: an interrupt during them is raised right after, never between.
         run.window.add(scale, weight)
         for bucket in buckets:
             if adds:
-                bucket.accumulate(factor)
+                bucket.accumulate(there(factor, bucket.device))
             else:
                 bucket.drop_gradients()
+        return None
     finally:
         _release(buckets)
 
@@ -97,42 +103,55 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
     """The pipeline of a step. Returns what to warn of."""
     run = opt._run
     run.refuse_missing_hooks("step")
+    hypers = Hyper.of_all(opt.param_groups)
     amp = _amp_tensors(opt)
     run.stepped_in_backward = False
+    note = None
     if run.backward is not None:
-        _refuse_factors("step", scale, weight)
+        _refuse_factors("step", run, scale, weight)
         run.backward.refuse_step()
     elif _is_zero(_factor(scale, weight)):
-        take_microbatch(opt, scale, weight)
+        note = take_microbatch(opt, scale, weight)
+        scale, weight = 1.0, None  # nothing is left that they would be of
     buckets, found = run.collect(opt.param_groups, buffers=False)
     try:
-        if run.backward is None and found:
+        adds = run.backward is None and found > 0
+        if adds:
             run.window.refuse_mixing(weight)
-        inverse_grad_scale, found_inf = _amp_factors(amp, buckets, on_device=not run.options.measures)
-        if run.backward is None and found and not found_inf and _rejected(opt, buckets, _factor(scale, weight)):
-            buckets, found = run.collect(opt.param_groups, buffers=False)
+        if found:
+            run.idle_steps = 0
+        else:
+            note = note or nothing_left(run, scale, weight)
+        coefficient, found_inf, factors = _amp_factors(opt, amp, buckets)
+        factor = _factor(scale, weight)
+        if adds and not found_inf:
+            taken = skipping.accepted(run, buckets, factor, weight, None if factors is None else factors.skip)
+            if taken is None:
+                buckets, found = run.collect(opt.param_groups, buffers=False)
+                adds = False
+            else:
+                factor, weight = taken
         total = run.window.total_weight(weight if found else None)
-        if isinstance(total, Tensor) and not _divides_on_device(opt, buckets, amp is not None):
+        if isinstance(total, Tensor) and not _divides_on_device(opt, buckets):
             total = float(total)
         if found_inf or (_is_zero(total) and run.window.microbatches):
             return _abandon_window(opt, buckets, found_inf)
         if any(bucket.device.type == "cuda" for bucket in buckets):
             checks.check_capture(opt.param_groups)
-        hypers = [Hyper.of(group) for group in opt.param_groups]
         before = _without_state(opt) if run.options.skip_nonfinite == "step" else []
         for bucket in buckets:
             bucket.prepare(opt.state, opt.param_groups, hypers)
-        if run.backward is None and found:
+        if adds:
             run.window.add(scale, weight)
-        coefficient, factors = inverse_grad_scale, None
         if isinstance(total, Tensor):
-            factors = norms.divided_by(total)
+            divided = norms.divided_by(total)
+            factors = divided if factors is None else divided.and_(factors)
         elif total is not None:
-            coefficient = 1.0 / total * inverse_grad_scale
+            coefficient = 1.0 / total * coefficient
         if run.options.measures:
             for bucket in buckets:
-                bucket.sum_up(_factor(scale, weight))
-            coefficient, factors = _judge(opt, buckets, coefficient, factors)
+                bucket.sum_up(there(factor, bucket.device))
+            coefficient, factors = skipping.judge(run, buckets, coefficient, factors)
             if coefficient is None:
                 for p in before:
                     opt.state.pop(p, None)
@@ -140,11 +159,11 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
         message = run.window.close()
         for bucket in buckets:
             bucket.step(
-                opt.state, hypers, _factor(scale, weight), coefficient, factors and factors.on(bucket.device)
+                opt.state, hypers, there(factor, bucket.device), coefficient, factors and factors.on(bucket.device)
             )
         if run.backward is not None:
             run.backward.stepped()
-        return message
+        return note or message
     finally:
         _release(buckets)
 
@@ -166,60 +185,10 @@ def _discard(opt: FusedAccumAdamW) -> None:
     opt._run.discard()
 
 
-def on_host(opt: FusedAccumAdamW, buckets: list[Bucket]) -> bool:
-    """Whether a step must know the norm on the host: for parameters there, or for a backend that cannot skip."""
-    skips = opt._run.options.skip_nonfinite == "step"
-    return any(b.device.type == "cpu" or (skips and not b.backend.skips_on_device) for b in buckets)
-
-
-def _divides_on_device(opt: FusedAccumAdamW, buckets: list[Bucket], scaled: bool) -> bool:
-    """Whether a sum of weights may stay on its device, where 0 is nothing to divide by and skips the update."""
-    waits = scaled or (opt._run.options.measures and on_host(opt, buckets))
-    return not waits and all(bucket.backend.skips_on_device for bucket in buckets)
-
-
-def _judge(
-    opt: FusedAccumAdamW, buckets: list[Bucket], coefficient: float, known: norms.Factors | None
-) -> tuple[float | None, norms.Factors | None]:
-    """The clipped coefficient (None: skip the step), and what of it only the device knows; ``known``: as yet."""
-    run, options = opt._run, opt._run.options
-    if not any(bucket.measured for bucket in buckets):
-        return coefficient, known
-    run.norms = found = norms.Norms(buckets, coefficient if known is None else coefficient * known.clip)
-    skips = options.skip_nonfinite == "step"
-    if not on_host(opt, buckets):
-        factors = norms.factors(found.total(), options.max_grad_norm, skips)
-        if skips:
-            before = 0 if run.skipped_on_device is None else run.skipped_on_device
-            run.skipped_on_device = factors.skip.long() + before
-            run.offender = found
-        return coefficient, factors if known is None else factors.and_(known)
-    norm = found.on_host()
-    if skips and not math.isfinite(norm):
-        run.skipped_steps += 1
-        run.offender = found
-        return None, None
-    if options.max_grad_norm is None:
-        return coefficient, None
-    return coefficient * norms.clip_coefficient(norm, options.max_grad_norm), None
-
-
-def _rejected(opt: FusedAccumAdamW, buckets: list[Bucket], factor: float) -> bool:
-    """Whether the collected micro-batch is not finite and is to be skipped; its gradients are gone then."""
-    run = opt._run
-    if run.options.skip_nonfinite != "microbatch":
-        return False
-    for bucket in buckets:
-        bucket.measure_gradients(factor)
-    found = norms.Norms(buckets, 1.0)
-    if found.nonfinite() is None:
-        return False
-    run.offender = found
-    run.skipped_microbatches += 1
-    run.window.rejected += 1
-    for bucket in buckets:
-        bucket.drop_gradients()
-    return True
+def _divides_on_device(opt: FusedAccumAdamW, buckets: list[Bucket]) -> bool:
+    """Whether what a step divides by may stay on its device, where 0 is nothing to divide by and skips the update."""
+    waits = opt._run.options.measures and skipping.on_host(opt._run, buckets)
+    return not waits and all(bucket.backend.decides_on_device for bucket in buckets)
 
 
 def _without_state(opt: FusedAccumAdamW) -> list[Tensor]:
@@ -244,9 +213,14 @@ def _abandon_window(opt: FusedAccumAdamW, buckets: list[Bucket], found_inf: bool
     )
 
 
-def _refuse_factors(call: str, scale: float, weight: float | None) -> None:
+def _refuse_factors(call: str, run: Runtime, scale: float, weight: float | None) -> None:
     if scale != 1.0 or weight is not None:
         given = f"scale={scale:g}" if weight is None else f"weight={weight:g}"
+        if not run.backward.installed:
+            raise ValueError(
+                f"{call}({given}) in a window whose handle was removed before its end: p.grad still holds it, as a "
+                "sum that has its factors already; end it with step(), or drop it with zero_grad(), first"
+            )
         raise ValueError(
             f"{call}({given}) while accumulating in backward: the gradients are in p.grad already; give the factor "
             f"to the loss instead: optimizer.scale_loss(loss, {given}).backward()"
@@ -277,14 +251,13 @@ def _amp_tensors(opt: FusedAccumAdamW) -> tuple[Any, Any] | None:
     return opt.grad_scale, opt.found_inf
 
 
-def _amp_factors(amp: tuple[Any, Any] | None, buckets: list[Bucket], on_device: bool) -> tuple[float, bool]:
-    """(1 / grad_scale, found_inf); (1, False) where there are none, and where all buckets heed them on the device,
-    which ``on_device`` allows: a norm of the unscaled gradient needs them here."""
+def _amp_factors(
+    opt: FusedAccumAdamW, amp: tuple[Any, Any] | None, buckets: list[Bucket]
+) -> tuple[float, bool, norms.Factors | None]:
+    """1 / grad_scale, found_inf, and what of them only the device knows."""
     if amp is None:
-        return 1.0, False
+        return 1.0, False, None
     grad_scale, found_inf = amp
-    if on_device and all(bucket.reads_factors(grad_scale, found_inf) for bucket in buckets):
-        for bucket in buckets:
-            bucket.factors = amp
-        return 1.0, False
-    return 1.0 if grad_scale is None else 1.0 / float(grad_scale), float(found_inf) != 0
+    if _divides_on_device(opt, buckets):
+        return 1.0, False, norms.unscaled(grad_scale, found_inf)
+    return 1.0 if grad_scale is None else 1.0 / float(grad_scale), float(found_inf) != 0, None

@@ -22,15 +22,19 @@ class Rows:
         accums: the buffers; those of rows in ``present`` hold the earlier micro-batches, and read zero afterwards.
         present: whether the buffer holds a contribution of this window.
         accum_dtypes: dtype the window's sum is rounded to, also where no buffer exists.
-        steps: 0-dim CPU tensors, incremented by one.
+        steps: 0-dim tensors, incremented by one; on the device where the backend decides there, else on the CPU.
         groups: index into ``hypers``.
-        scale: multiplies ``grads`` before they are added (``s`` of the design's equations).
+        scale: multiplies ``grads`` before they are added (``s`` of the design's equations); a 0-dim float64 on the
+            device, where 0 adds nothing, for backends that decide there.
         coefficient: multiplies the window's sum (``c``).
-        factors: more of it, on the device; of backends whose tensors are not on the CPU.
+        factors: more of it, on the device; of backends whose tensors are not on the CPU. ``skip`` is for those that
+            decide there.
         masters: mutated; float32 masters of 16-bit parameters, or as int16 the half of the master that the parameter
             lacks. Empty: none has one.
         rounding_seed: where given, 16-bit parameters are rounded up or down by chance.
         indices: of each parameter in the optimizer, for stochastic rounding.
+        counts: for backends that decide on the device: how many contributions each buffer in ``present`` holds,
+            float64 there; 0 is none. None: one at least.
     """
 
     params: Sequence[Tensor]
@@ -44,12 +48,13 @@ class Rows:
     steps: Sequence[Tensor]
     groups: Sequence[int]
     hypers: Sequence[Hyper]
-    scale: float
+    scale: float | Tensor
     coefficient: float
     factors: Factors | None = None
     masters: Sequence[Tensor | None] = ()
     rounding_seed: int | None = None
     indices: Sequence[int] = ()
+    counts: Tensor | None = None
 
     @property
     def weights(self) -> int:

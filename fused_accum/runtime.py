@@ -18,9 +18,12 @@ from torch.optim import Optimizer
 
 from . import backends, checks
 from ._native import same_objects
-from .buckets import Accum, Bucket, Stale
+from .amp import Scaler
+from .buckets import Bucket, Stale
+from .buffers import Accum
 from .in_backward import InBackward
 from .norms import Norms
+from .skipping import Count, Offender
 from .state import Options
 from .window import Window
 
@@ -68,6 +71,7 @@ class Runtime:
         self.owner = weakref.ref(owner)
         self.window = Window()
         self.amp_requested = False
+        self.scaler: Scaler | None = None  # that stepped this optimizer last
         self.incoming: dict[str, Any] | None = None
         self.warned_mid_window_save = False
         self.backward: InBackward | None = None  # p.grad, not the buckets, says what the open window holds
@@ -75,9 +79,9 @@ class Runtime:
         self.half_applied: str | None = None  # what stopped a step in the middle
         self.stepped_in_backward = False  # the last window, and no backward since
         self.norms: Norms | None = None  # of the last step that needed them
-        self.offender: Norms | None = None  # of what was skipped last
-        self.skipped_steps = self.skipped_microbatches = 0
-        self.skipped_on_device: Tensor | None = None  # steps, counted where the host does not know of them
+        self.idle_steps = 0  # in a row, which found nothing
+        self.offender: Offender | Norms | None = None  # what was skipped last
+        self.skipped_steps = Count()
         self._groups: Sequence[dict[str, Any]] = []
         self._where: dict[int, tuple[Bucket, int]] = {}
         self._members: list[list[Tensor]] = []  # of every group
@@ -134,6 +138,7 @@ class Runtime:
             raise RuntimeError("the window of another backward mode is still open; call step() or zero_grad() first")
         buckets = self.buckets(groups)
         session.cover(p for bucket in buckets for p in bucket.params)
+        session.leftover = any(p.grad is not None for bucket in buckets for p in bucket.params)
         session.installed = True
         self.backward = session
         if self.hooks_missing:
@@ -200,6 +205,8 @@ class Runtime:
             for p in members:
                 checks.check_options(names[id(p)], p, self.options)
         chosen = {device: self.choose(device) for device in where}
+        for bucket in self._buckets:
+            bucket.settle()
         accums = self.export()
         fresh = []
         for device, (members, owners, places) in where.items():
@@ -240,6 +247,13 @@ class Runtime:
                 raise
 
     # -- the window's content -------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Learn what of the open window only a device knows: which micro-batches it has rejected, and so which
+        parameters have a contribution. Waits for it."""
+        for bucket in self._buckets:
+            bucket.settle()
+        self.window.settle()
 
     def export(self) -> dict[int, Accum]:
         accums: dict[int, Accum] = {}

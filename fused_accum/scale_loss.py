@@ -30,8 +30,12 @@ class ScaleLoss(torch.autograd.Function):
     @never_compiled
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         session: InBackward | None = ctx.session()
-        if session is not None:
-            session.record(ctx.scale, ctx.weight)
+        if session is None or not session.installed:
+            raise RuntimeError(
+                "backward of a scale_loss() whose handle was removed in between (or whose optimizer is gone): nobody "
+                "records its factor; repeat the forward, and call backward before remove()"
+            )
+        session.record(ctx.scale, ctx.weight)
         # Of a factor of 0 no gradient at all goes down, so that none can turn 0 into NaN.
         nothing = grad is None or (not isinstance(ctx.factor, Tensor) and ctx.factor == 0)
         return (None if nothing else times(grad, ctx.factor)), None, None, None
@@ -46,5 +50,13 @@ def scale_loss(
     session: InBackward, loss: Tensor, scale: float | Tensor, weight: float | Tensor | None
 ) -> Tensor:
     """``scale * weight * loss``; see ``FusedAccumAdamW.scale_loss``."""
+    inner = loss.grad_fn
+    if weight is not None and isinstance(inner, ScaleLoss._backward_cls) and inner.weight is not None:
+        raise ValueError(
+            f"scale_loss(weight={weight}) of a loss that scale_loss() has returned: it has a weight already, and "
+            "would be multiplied with both, but divided by their sum; scale each loss once"
+        )
     session.expect(weight)
-    return ScaleLoss.apply(loss, weakref.ref(session), scale, weight)
+    scaled = ScaleLoss.apply(loss, weakref.ref(session), scale, weight)
+    session.handed_out = weakref.ref(scaled)
+    return scaled

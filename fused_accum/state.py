@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +106,38 @@ class Options(NamedTuple):
         return self.state_dtype
 
 
+class Option:
+    """An option of the constructor as an attribute of the optimizer: to be read, not set."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, opt: Any, owner: type | None = None) -> Any:
+        return self if opt is None else getattr(opt._run.options, self.name)
+
+    def __set__(self, opt: Any, value: Any) -> None:
+        raise AttributeError(
+            f"{self.name} is set to {value!r}, but it is an option of the constructor: construct the optimizer anew "
+            f"with {self.name}={value!r}; load_state_dict() takes over the state of this one"
+        )
+
+
+class GroupOption:
+    """No attribute of an optimizer, in torch neither: set as one it would change nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, opt: Any, owner: type | None = None) -> Any:
+        raise AttributeError(f"an optimizer has no {self.name}, its groups have: param_groups[i][{self.name!r}]")
+
+    def __set__(self, opt: Any, value: Any) -> None:
+        raise AttributeError(
+            f"{self.name} of an optimizer is set to {value!r}, which would change nothing; set it in its groups: "
+            f"param_groups[i][{self.name!r}] = {value!r}"
+        )
+
+
 class Hyper(NamedTuple):
     """One group's hyper-parameters, read from the group at every step."""
 
@@ -116,11 +150,16 @@ class Hyper(NamedTuple):
     amsgrad: bool
 
     @classmethod
-    def of(cls, group: dict[str, Any]) -> Hyper:
+    def of_all(cls, groups: Sequence[dict[str, Any]]) -> list[Hyper]:
+        """Of every group; ValueError for one that no step could use. As in torch lr may be negative."""
+        return [cls._of(group, index) for index, group in enumerate(groups)]
+
+    @classmethod
+    def _of(cls, group: dict[str, Any], index: int) -> Hyper:
         try:
             beta1, beta2 = group["betas"]
             lr = group["lr"]
-            return cls(
+            found = cls(
                 lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
                 float(beta1),
                 float(beta2),
@@ -129,12 +168,22 @@ class Hyper(NamedTuple):
                 bool(group["maximize"]),
                 bool(group["amsgrad"]),
             )
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, KeyError) as error:
+            names = ("lr", "betas", "eps", "weight_decay", "maximize", "amsgrad")
+            held = ", ".join(f"{name}={group[name]!r}" if name in group else f"no {name}" for name in names)
+            raise ValueError(
+                f"param_groups[{index}] holds {held}; lr, eps and weight_decay must be numbers or 0-dim tensors, "
+                "betas two of these: set them right in optimizer.param_groups"
+            ) from error
+        size = 0.0 if isinstance(found.lr, Tensor) else found.lr
+        size += found.weight_decay
+        if not (0 <= found.beta1 < 1 and 0 <= found.beta2 < 1 and found.eps >= 0 and math.isfinite(size + found.eps)):
             held = ", ".join(f"{name}={group[name]!r}" for name in ("lr", "betas", "eps", "weight_decay"))
             raise ValueError(
-                f"a parameter group holds {held}; lr, eps and weight_decay must be numbers or 0-dim tensors, betas "
-                "two of these: set them right in optimizer.param_groups"
-            ) from error
+                f"param_groups[{index}] holds {held}; lr and weight_decay must be finite, eps also not negative, "
+                "betas in [0, 1): set right what writes them there (a scheduler?). Nothing was updated"
+            )
+        return found
 
 
 def new_step() -> Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from . import streams
-from .buckets import BY_GRAD
+from .buffers import BY_GRAD
 from .graph_tasks import Task
 from .in_backward import InBackward, Slot
 from .state import Hyper
@@ -53,7 +53,7 @@ class StepInBackward:
                 run.backward.refuse_step()
                 if run.backward.tasks.ever_nested:
                     raise RuntimeError(f"step_in_backward(): {REENTRANT}")
-            hypers = [Hyper.of(group) for group in self.opt.param_groups]
+            hypers = Hyper.of_all(self.opt.param_groups)
             buckets, _ = run.collect(self.opt.param_groups, buffers=False)
             try:
                 for bucket in buckets:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from . import streams
+from .amp import MIXED
+from .entry import in_compiled_autograd
 from .graph_tasks import GraphTasks, Task
 from .slots import ALL, NOTHING, VERSIONS, Slot
 
@@ -26,7 +30,8 @@ class WindowInGrad:
 
     window: number of the open window. backwards: how many have finished. spoiled: why the window cannot be stepped.
     edited: the parameter whose undivided p.grad was changed. direct: slots of parameters that get their gradients
-    directly; direct_backwards: how many backwards of this window had such.
+    directly; direct_backwards: how many backwards of this window had such. leftover: some p.grad may be from before
+    the hooks. handed_out: what scale_loss returned last, if its backward has not come.
     """
 
     run: Callable[[], Runtime | None]
@@ -42,6 +47,9 @@ class WindowInGrad:
     direct_backwards: int
     check_direct: bool
     finishing: bool
+    installed: bool
+    handed_out: weakref.ref | None
+    leftover: bool
 
     def end_removed(self) -> None:
         raise NotImplementedError
@@ -72,6 +80,7 @@ class WindowInGrad:
         """The window's books start again; p.grad is left alone."""
         self.run().window.clear()
         self.spoiled = self.edited = None
+        self.leftover = False
         self.watch(None)
         self.direct_backwards = 0
 
@@ -102,6 +111,10 @@ class WindowInGrad:
                     "recorded weights: it holds the sum not yet divided by them, which step() does, so that clipping "
                     "or scaling it acts on another gradient than meant; clip inside the step with max_grad_norm, or "
                     "leave the weights out and divide the loss yourself. zero_grad() drops the window"
+                    if self.installed
+                    else f"a backward, or something else, changed p.grad of parameter {self.edited} after the handle "
+                    "was removed, in a window with weights: no hook saw with which. End a window with step() before "
+                    "remove(); zero_grad() drops this one"
                 )
 
     def refuse_wrong_counts(self) -> None:
@@ -122,17 +135,40 @@ class WindowInGrad:
         window = self.run().window
         window.refuse_mixing(weight)
         if weight is not None:
+            if self.leftover:
+                self._refuse_leftover()
             if window.weighted:
                 self.audit()
             self.watch(self._note_version)
 
+    def _refuse_leftover(self) -> None:
+        """Raise RuntimeError where a p.grad that no hook has seen would be divided by weights."""
+        for slot in self.slots.values():
+            p = slot.param()
+            if p is not None and p.grad is not None and not self.holds(slot) and (p.grad.is_sparse or p.grad.any()):
+                raise RuntimeError(
+                    f"p.grad of parameter {self.run().name_of(p)} is from before hooks were installed: it has no "
+                    "weight, and would be divided by those of this window; call step() or zero_grad() first, or put "
+                    "its backward, with scale_loss(loss, weight=...), after them"
+                )
+        self.leftover = False
+
     def record(self, scale: float | Tensor, weight: float | Tensor | None) -> None:
         """The running backward is that of a scaled loss; it counts once it has finished."""
+        self.refuse_compiled_autograd()
+        self.handed_out = None
         task = self.tasks.enter()
         if weight is None:
             task.scale = scale
         else:
             task.weight = weight if task.weight is None else task.weight + weight
+
+    def _warn_of_dropped(self) -> None:
+        """After the backward of a loss without a factor: warn where one that scale_loss returned is gone, unused."""
+        dropped = self.handed_out is not None and self.handed_out() is None
+        message = "the loss that scale_loss() returned was dropped, and one without its factor went backward"
+        if dropped and (message := self.run().window.once("dropped", message)):
+            warnings.warn(f"{message}: optimizer.scale_loss(loss, ...).backward()", UserWarning, stacklevel=2)
 
     def _note_version(self, slot: Slot, p: Tensor) -> None:
         """After a hook, while weights are recorded: autograd's addition raises the version by one."""
@@ -146,7 +182,7 @@ class WindowInGrad:
         """Note whether a p.grad has been changed since the last hook."""
         for slot in self.slots.values():
             p = slot.param()
-            if p is not None and p.grad is not None:
+            if p is not None and p.grad is not None and p.grad.numel():  # nothing lies anywhere of an empty one
                 own = self.holds(slot) and p.grad.data_ptr() == slot.ptr and p.grad._version == slot.version
                 if not own:
                     self.edited = self.run().name_of(p)
@@ -177,6 +213,7 @@ class WindowInGrad:
         if run is None:
             return
         run.refuse_half_applied("backward")
+        self.refuse_compiled_autograd()
         run.stepped_in_backward = False
         if len(self.tasks.running) > 1 and self.tasks.concurrent(task):
             raise RuntimeError(
@@ -192,6 +229,18 @@ class WindowInGrad:
                 raise RuntimeError(UNFINISHED)
             self.tasks.forget_failures()
             self.close()
+        if run.window.microbatches and run.scaler is not None and run.scaler.has_unscaled():
+            raise RuntimeError(MIXED)
+
+    @staticmethod
+    def refuse_compiled_autograd() -> None:
+        if in_compiled_autograd():
+            raise RuntimeError(
+                "a backward within compiled autograd (torch._dynamo.config.compiled_autograd) while accumulating in "
+                "backward: it does not say when it has finished, so that no micro-batch could be counted. Switch it "
+                "off (torch.compile of the model works without), or use explicit mode, accumulate() after every "
+                "backward. zero_grad() drops the window"
+            )
 
     def holds(self, slot: Slot) -> bool:
         """Whether p.grad still is what a hook of this window set it to."""
@@ -221,3 +270,4 @@ class WindowInGrad:
             window.add(task.scale, None)
         else:
             window.count()
+            self._warn_of_dropped()

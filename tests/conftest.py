@@ -49,11 +49,47 @@ def _same_start():
     torch.set_num_threads(1)
 
 
+# ---- the processes of pytest-xdist ---------------------------------------------------------------------------------
+
+TOGETHER = {"tests/test_cuda_build.py": "tests/test_build.py"}  # both build in this tree
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests run in one process, so that what they share is made once; files in the order of collection."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return TOGETHER.get(file, file)
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """The files that take long first, so that no process is left alone with one at the end."""
+    if hasattr(config, "workerinput"):
+        long = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in long)
+
+
+# ---- what a run tells ----------------------------------------------------------------------------------------------
+
+
 def pytest_report_header() -> list[str]:
     lines = [f"backends under test: {', '.join(f'{name} on {device}' for name, device in WORKING)}"]
     lines += [f"not here: {name} on {device}: {_why_not(name, device)}" for name, device in PAIRS
               if (name, device) not in WORKING]  # fmt: skip
     return lines
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """What tests have found out about this machine; what they print is lost in the processes of pytest-xdist."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{name}: {value}")
 
 
 @pytest.fixture(scope="module")

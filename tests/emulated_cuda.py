@@ -1,28 +1,17 @@
-"""The CUDA kernels and their launcher on the emulator, for what other backends do not have. Run by
+"""The launcher of the CUDA kernels on the emulator: devices, streams, launches, order, counts. Run by
 test_cuda_emulated.py."""
 
 import warnings
 
-import cuda_emulated
 import pytest
 import torch
 from harness import copies, params_of, values
 from oracle import same_bits
 
 from fused_accum import FusedAccumAdamW
-from fused_accum.backends import cuda, registry
+from fused_accum.backends import cuda
 
-EMULATION = cuda_emulated.EMULATION
-CPU = torch.device("cpu")
-LARGE = 2**31 + 4096
 INVALID_DEVICE, ILLEGAL_ADDRESS = 101, 700
-
-
-@pytest.fixture
-def emulation():
-    EMULATION.reset()
-    yield EMULATION
-    EMULATION.reset()
 
 
 @pytest.fixture
@@ -30,7 +19,7 @@ def on_device(monkeypatch):
     """Makes kernels go to a device and stream of choice: CPU tensors have neither."""
 
     def use(device, stream):
-        def executor(_, slots=None, *factors, **more):
+        def executor(_, slots=None, **more):
             place = () if slots is None else (slots.data_ptr(), len(slots))
             return cuda._C.Cuda(device, stream, *place)
 
@@ -257,172 +246,3 @@ def test_weights_in_device_memory_are_never_read_by_the_host(emulation, monkeypa
         ends.append([t for p in params for t in (p, opt.state[p]["step"], opt.state[p]["exp_avg_sq"])])
     assert all(same_bits(a, b) for a, b in zip(*ends))
     assert float(ends[1][1]) == 2
-
-
-# -- rows added by index -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("width", "tokens", "rows", "offset"), [
-    (512, 300, 40, 0), (512, 300, 1, 0), (516, 100, 7, 0), (513, 100, 1000, 0), (64, 9, 3, 1), (1, 5, 2, 0),
-    (300, 500, 5, 0),
-])  # fmt: skip
-@pytest.mark.parametrize(("accum", "grad"), [
-    ("float32", "float32"), ("float32", "bfloat16"), ("float32", "float64"), ("bfloat16", "float16"),
-    ("float64", "float32"),
-])  # fmt: skip
-def test_scattered_rows_have_the_bits_of_the_cpu(emulation, width, tokens, rows, offset, accum, grad):
-    """Rows that one token names and that all name; pieces that are wide, and single elements where rows are not
-    aligned; a row that is left out; in any order of threads."""
-    total = torch.randn(rows * width + offset)[offset:].view(rows, width).to(getattr(torch, accum))
-    if offset:
-        total = torch.cat([total.flatten()[:1], total.flatten()])[1:].view(rows, width)
-    index, given = torch.randint(rows, (tokens,)), torch.randn(tokens, width).to(getattr(torch, grad))
-    left_out = int(index[0]) if rows > 3 else None
-    expected, before = total.clone(), total.clone()
-    registry()["cpu"].scatter_rows(expected, index, given, left_out)
-    emulation.check_races(True)
-    for seed in (0, 7):
-        emulation.seed(seed)
-        total.copy_(before)
-        cuda.BACKEND.scatter_rows(total, index, given, left_out)
-        assert same_bits(total, expected)
-    assert {launch.kind for launch in emulation.launches()} == {"ScatterJob"}
-
-
-@pytest.mark.parametrize(("rows", "tokens"), [(3, 100), (30_000, 100), (3, 1000)])
-def test_the_cost_of_scattered_rows_is_that_of_their_tokens(emulation, rows, tokens):
-    """Elements read and written, and blocks: none for rows that no token names."""
-    total, index, given = torch.zeros(rows, 8), torch.arange(tokens) % 3, torch.randn(tokens, 8)
-    written, read = emulation.phantom(total), emulation.phantom(given)
-    cuda.BACKEND.scatter_rows(total, index, given, None)
-    (launch,) = emulation.launches()
-    assert launch.grid == -(-tokens * 2 // launch.block)
-    assert emulation.phantom_counts(written) == (24, 24, 0)
-    assert emulation.phantom_counts(read) == (tokens * 8, 0, 0)
-
-
-def test_scattered_rows_go_to_a_device_and_stream(emulation):
-    emulation.set_device(1)
-    total, grad, index = torch.zeros(2, 4), torch.ones(3, 4), torch.tensor([0, 0, 1])
-    order = torch.arange(3)
-    stream = emulation.stream(2)
-    cuda._C.scatter_rows(total, index.data_ptr(), order.data_ptr(), grad, -1, 2, stream)
-    (launch,) = emulation.launches()
-    assert (launch.device, launch.stream != 0, emulation.device()) == (2, True, 1)
-    assert total.tolist() == [[2.0] * 4, [1.0] * 4]
-    emulation.fail("launch", ILLEGAL_ADDRESS)
-    with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
-        cuda._C.scatter_rows(total, index.data_ptr(), order.data_ptr(), grad, -1, 2, stream)
-    assert emulation.device() == 1
-
-
-@pytest.mark.parametrize(("accum", "grad", "words"), [
-    (torch.zeros(2, 4), torch.ones(3, 5), "rows of one length"),
-    (torch.zeros(4, 2).t(), torch.ones(3, 4), "contiguous matrices"),
-    (torch.zeros(2, 4), torch.ones(3, 4).double(), "both be float64"),
-    (torch.zeros(2, 4), torch.ones(12), "contiguous matrices"),
-])  # fmt: skip
-def test_matrices_that_do_not_fit_are_refused(emulation, accum, grad, words):
-    index = torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match=words):
-        cuda._C.scatter_rows(accum, index.data_ptr(), index.data_ptr(), grad, -1, 0, 0)
-    assert emulation.launches() == []
-
-
-def test_indices_that_no_row_has_add_nothing(emulation):
-    total = torch.zeros(2, 4)
-    cuda.BACKEND.scatter_rows(total, torch.tensor([1, -1, 2, 1]), torch.ones(4, 4), None)
-    assert total.tolist() == [[0.0] * 4, [2.0] * 4]
-
-
-# -- more than 2^31 elements (reported case 22), with memory that is recorded and not touched ----------------------
-
-
-SAMPLE = 97  # one in so many blocks runs, besides the first and the last
-
-
-def covered(launch):
-    """Elements that belong to the blocks that ran, of as many for every block."""
-    assert LARGE % launch.grid == 0
-    ran = [b for b in range(launch.grid) if b < 64 or b + 64 >= launch.grid or b % SAMPLE == 0]
-    return LARGE // launch.grid * len(ran)
-
-
-
-@pytest.fixture
-def large(emulation):
-    """A tensor of LARGE elements, of which only addresses are used: nothing is touched, so no memory is taken."""
-    tensors = []
-
-    def make(dtype):
-        tensors.append(torch.empty(LARGE, dtype=dtype))
-        return tensors[-1], emulation.phantom(tensors[-1])
-
-    emulation.sample_blocks(SAMPLE)
-    return make
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("first", [True, False], ids=["write", "add"])
-def test_accumulate_beyond_31_bits(emulation, large, dtype, first):
-    (accum, to), (grad, source) = large(torch.float32), large(dtype)
-    cuda.BACKEND.accumulate([accum], [grad], [first], 2.0)
-    (launch,) = emulation.launches()
-    count = covered(launch)
-    assert emulation.phantom_counts(to) == (0 if first else count, count, 0)
-    assert emulation.phantom_counts(source) == (count, 0, 0)
-    assert_ends_were_written(emulation, to)
-
-
-@pytest.mark.parametrize("way", ["gradient", "buffer", "both"])
-def test_step_beyond_31_bits(emulation, large, way):
-    from fused_accum.rows import Rows
-    from fused_accum.state import Hyper
-
-    (param, p), (exp_avg, m), (exp_avg_sq, v) = large(torch.bfloat16), large(torch.float32), large(torch.float32)
-    grad, g = large(torch.bfloat16) if way != "buffer" else (None, None)
-    accum, a = large(torch.float32) if way != "gradient" else (None, None)
-    cuda.BACKEND.adamw(Rows(
-        params=[param], grads=[grad], accums=[accum], present=[accum is not None], accum_dtypes=[torch.float32],
-        exp_avgs=[exp_avg], exp_avg_sqs=[exp_avg_sq], max_exp_avg_sqs=[None], steps=[torch.zeros(())], groups=[0],
-        hypers=[Hyper(0.1, 0.9, 0.999, 1e-8, 0.1, False, False)], scale=1.0, coefficient=1.0,
-    ))  # fmt: skip
-    _, launch = emulation.launches()
-    count = covered(launch)
-    for written in (p, m, v, *([a] if a is not None else [])):
-        assert emulation.phantom_counts(written) == (count, count, 0)
-        assert_ends_were_written(emulation, written)
-    if g is not None:
-        assert emulation.phantom_counts(g) == (count, 0, 0)
-
-
-def test_strided_rows_beyond_31_bits(emulation, large):
-    """A gradient of stride 2, in a row that has as many elements: places beyond 2^32, of which none wraps around."""
-    n = LARGE // 2
-    accum, to = large(torch.float32)
-    grad, source = large(torch.bfloat16)
-    cuda.BACKEND.accumulate([accum[:n]], [grad[::2]], [True], 1.0)
-    emulation.launches()
-    read, _, _ = emulation.phantom_counts(source)
-    _, written, again = emulation.phantom_counts(to)
-    assert read == written > n // SAMPLE
-    assert again == 0
-    assert_ends_were_written(emulation, to, n)
-
-
-def test_scattered_rows_beyond_31_bits(emulation, large):
-    """The last row of a buffer, and all of a gradient, of more than 2^31 elements."""
-    (accum, to), (grad, source) = large(torch.float32), large(torch.bfloat16)
-    width = LARGE // 8
-    index = torch.tensor([7, 3, 0, 6, 5, 4, 1, 2])
-    cuda.BACKEND.scatter_rows(accum.view(8, width), index, grad.view(8, width), None)
-    emulation.launches()
-    count, _, _ = emulation.phantom_counts(source)
-    assert count > LARGE // (2 * SAMPLE)
-    assert emulation.phantom_counts(to) == (count, count, 0)
-    assert_ends_were_written(emulation, to)
-
-
-def assert_ends_were_written(emulation, phantom, numel=LARGE):
-    for element in (0, numel - 1):
-        assert emulation.phantom_was_written(phantom, element)

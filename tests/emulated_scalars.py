@@ -1,27 +1,28 @@
 """What a step of backend "cuda" reads on the device, where the host never looks: lr, a GradScaler's factors. And what
-torch's allocator is told of gradients from other streams. Run by test_cuda_scalars.py."""
+torch's allocator is told of gradients from other streams. Run by test_cuda_emulated.py."""
 
-from contextlib import contextmanager
-
+import never_read
 import pytest
 import torch
 from harness import copies, params_of, values
 from oracle import same_bits
 from torch import Tensor
 
-from fused_accum import FusedAccumAdamW, pipeline, window
+from fused_accum import FusedAccumAdamW, norms, window
 from fused_accum.backends import cuda
 
 SHAPES = [(65,), (), (0,), (13, 17), (5000,)]
 
 
+@pytest.fixture(autouse=True)
+def _steps_on_device(emulation):
+    emulation.steps_on_device(True)
+
+
 class NeverRead(Tensor):
     """A tensor whose value the host must not ask for, as if that were a wait for the GPU."""
 
-    def __float__(self):
-        raise AssertionError("the host has read a value that lives on the device")
-
-    item = tolist = __bool__ = __float__
+    item = tolist = __bool__ = __float__ = never_read.read
 
 
 def on_device(value, dtype=torch.float32):
@@ -49,14 +50,13 @@ def assert_same(cpu, gpu):
             assert same_bits(value, gpu.state[q][name]), name
 
 
-def end_window(opt, factors=(None, None), before=lambda: None):
+def end_window(opt, factors=None, before=lambda: None):
     """What step() does, with something between the reading of the hyper-parameters and the launch of the kernels."""
     (bucket,), _ = opt._run.collect(opt.param_groups, buffers=False)
-    hypers = [cuda.Hyper.of(group) for group in opt.param_groups]
+    hypers = cuda.Hyper.of_all(opt.param_groups)
     bucket.prepare(opt.state, opt.param_groups, hypers)
     before()
-    bucket.factors = factors
-    bucket.step(opt.state, hypers, 1.0, 1.0)
+    bucket.step(opt.state, hypers, 1.0, 1.0, factors)
     bucket.release()
 
 
@@ -108,16 +108,8 @@ def test_a_scalers_factors_are_never_read_by_the_host(dtype, scaled):
 @pytest.fixture
 def nothing_read(monkeypatch):
     """Makes norms stay on the device, as on a GPU, and values unreadable while ``with nothing_read():`` lasts."""
-    monkeypatch.setattr(pipeline, "on_host", lambda opt, buckets: buckets[0].backend.name == "cpu")
-
-    @contextmanager
-    def guard():
-        with monkeypatch.context() as patch:
-            for name in ("tolist", "item", "__float__", "__int__", "__bool__", "cpu", "numpy"):
-                patch.setattr(Tensor, name, NeverRead.__float__)
-            yield
-
-    return guard
+    never_read.decide_there(monkeypatch)
+    return never_read.nothing_read(monkeypatch)
 
 
 @pytest.mark.parametrize("kept", [{}, {"master_weights": "fp32"}, {"stochastic_rounding": True}], ids=str)
@@ -204,7 +196,7 @@ def test_a_dropped_window_leaves_its_buffers_zero():
         gpu.accumulate()
         held = [buffer for _, buffer in gpu._run.contributions()]
         before = [p.detach().clone() for p in params]
-        end_window(gpu, factors=(None, torch.ones(())))
+        end_window(gpu, factors=norms.Factors(None, torch.ones(())))
         assert len(held) == len(SHAPES)
         assert all(same_bits(buffer, torch.zeros_like(buffer)) for buffer in held)
         assert all(same_bits(p, b) for p, b in zip(params, before))

@@ -12,13 +12,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(*command, env=None, cwd=None, fails=False):
+def run(*command, env=None, cwd=None, fails=False, timeout=600):
     """Runs a command and returns its output; entries of ``env`` are added to the environment. Nothing is built for
     CUDA unless they say so: test_cuda_build.py does."""
     env = {**os.environ, "FUSED_ACCUM_CUDA_ARCHS": "none", "FUSED_ACCUM_FORCE_CUDA": "", **(env or {})}
     done = subprocess.run(
         [str(word) for word in command], env=env, cwd=cwd, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False,
     )  # fmt: skip
     assert (done.returncode != 0) == fails, f"{command} exited {done.returncode}:\n{done.stdout}"
     return done.stdout

@@ -4,8 +4,9 @@ import gc
 import re
 import warnings
 
+import pytest
 import torch
-from oracle import Micro, same_bits
+from oracle import Micro, Oracle, same_bits
 from torch import Tensor
 
 
@@ -120,6 +121,13 @@ def run_window(opt, micros: list[Micro], *, fold: bool = True, params=None) -> N
         opt.step()
 
 
+def run_checked(opt, oracle: Oracle, micros: list[Micro]) -> None:
+    """One window of the optimizer and of the oracle, which must agree."""
+    oracle.window(micros)
+    run_window(opt, micros)
+    oracle.check()
+
+
 def mid_window_state(opt) -> dict:
     """state_dict() without its warning about an open window."""
     with warnings.catch_warnings():
@@ -218,3 +226,23 @@ def open_window(make, device, weight=None, **options):
 def assert_names(error, words):
     for word in words:
         assert re.search(re.escape(word), str(error)), f"{word!r} is not in: {error}"
+
+
+def refused(error, words, call, *args, **kwargs):
+    """``call`` raises ``error``, whose message has all of ``words``."""
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    assert_names(caught.value, words)
+
+
+def heard(call, *args, **kwargs) -> list[str]:
+    """The warnings of a call, all of them."""
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        call(*args, **kwargs)
+    return [str(w.message) for w in record]
+
+
+def give_ones(opt) -> None:
+    for p in params_of(opt):
+        p.grad = torch.ones_like(p)

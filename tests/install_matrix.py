@@ -4,7 +4,8 @@
 FAST, the rows that need nothing but one wheel. In every row the import says nothing and runs no compiler (whatever is
 on PATH by such a name is replaced by a spy), and the first use says nothing, or one warning with the remedy.
 
-Another torch, or a Python with it, takes part with --torch; a second one is not downloaded.
+Another torch, or a Python with it, takes part with --torch; --fetch VERSION installs that one for every Python, and
+removes it after the row: gigabytes each. What cannot be had here is said to be "not obtainable".
 """
 
 from __future__ import annotations
@@ -12,33 +13,35 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.results import environment
 from tests.environments import (
     ROOT,
     build_sdist,
     build_wheel,
     extension,
     find_python,
-    find_uv,
     new_environment,
     packages,
     report,
     run,
 )
+from tests.install_cases import FAST, FULL, ONLY_REFERENCE, THIS, Case, with_fetched, with_torch
+from tests.install_ways import WAYS, NotHere
 
-THIS = f"{sys.version_info.major}.{sys.version_info.minor}"
 COMPILERS = ("c++", "g++", "gcc", "cc", "clang", "clang++", "nvcc", "ptxas", "ninja", "make", "ld")
-NOWHERE = "/dev/null/nowhere"  # cannot be made, by root either
+TESTS = ("test_exactness.py", "test_state.py")  # what a row tries beside the selftest
 
 
 # -- one environment --------------------------------------------------------------------------------------
@@ -70,59 +73,6 @@ sys.exit(main(["--json"]))
 """
 
 
-@dataclass(frozen=True)
-class Case:
-    """A row. how: one of WAYS. python: a version. lent: the site-packages that lend torch, None: the running ones',
-    "": none. without: packages that are not lent. build, use: environment variables of installation and use.
-    backends: to construct the optimizer with. works: what the report must say works. says: words of the report, and
-    of the one warning where only the reference works."""
-
-    name: str
-    how: str = "wheel"
-    python: str = THIS
-    lent: str | None = None
-    without: tuple[str, ...] = ()
-    build: dict[str, str] = field(default_factory=dict)
-    use: dict[str, str] = field(default_factory=dict)
-    backends: tuple[str, ...] = ("auto",)
-    works: frozenset[str] = frozenset({"cpu", "reference"})
-    says: tuple[str, ...] = ()
-
-
-ONLY_REFERENCE = frozenset({"reference"})
-FAST = [
-    Case("wheel, pip"),
-    Case("wheel, uv", how="wheel by uv"),
-    Case("no compiler and no nvcc where it is used", use={"PATH": NOWHERE}),
-    Case("no triton", without=("triton",)),
-    Case(
-        "Triton cannot write its cache; no HOME",
-        use={"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": NOWHERE, "HOME": NOWHERE},
-        backends=("auto", "triton"),
-    ),
-    Case("no torch", lent="", works=frozenset(), says=("torch is not installed", "pip install")),
-]
-NO_COMPILER = Case("", build={"PATH": NOWHERE}, works=ONLY_REFERENCE, says=("no C++ compiler", "apt-get install g++"))
-FULL = [
-    Case("sdist, pip in isolation", how="sdist"),
-    Case("sdist, uv", how="sdist by uv"),
-    Case("clone, pip without isolation", how="clone without isolation"),
-    Case("clone, editable, pip in isolation", how="editable"),
-    Case("clone, editable, pip without isolation", how="editable without isolation"),
-    replace(NO_COMPILER, name="no compiler where it is built", how="clone without isolation"),
-    Case("no nvcc where it is built", how="clone without isolation", build={"FUSED_ACCUM_CUDA_ARCHS": ""},
-         says=("nvcc was not found", "pip: nvidia-cuda-nvcc")),
-    Case("with nvcc, for one GPU", how="clone without isolation",
-         build={"FUSED_ACCUM_CUDA_ARCHS": "90", "FUSED_ACCUM_FORCE_CUDA": "1"}),
-    *(Case(f"Python {version}, no torch", python=version, lent="", works=frozenset(), says=("pip install",))
-      for version in ("3.10", "3.11", "3.12", "3.13") if version != THIS),
-]  # fmt: skip
-
-
-class NotHere(Exception):
-    """A row that cannot be tried on this machine."""
-
-
 class Matrix:
     """Builds what rows need, once, in ``folder``; ``wheel`` and ``sdist`` where they exist already."""
 
@@ -130,6 +80,7 @@ class Matrix:
         self.folder, self.made = folder, 0
         self.wheels: dict[str, Path] = {}
         self.environments: dict[tuple, Path] = {}
+        self.gigabytes: list[Path] = []  # environments not to be kept
         self.built: Path | None = None
         if sdist:
             self.sdist = sdist
@@ -178,9 +129,19 @@ class Matrix:
             raise NotHere(f"no Python {version} with pip")
         return found
 
+    def fetch(self, case: Case, python: Path) -> None:
+        """Installs the torch that the row asks for, from pip's index, and what the tests need."""
+        words = (f"torch=={case.fetched}", "numpy", "pytest")
+        try:
+            run(sys.executable, "-m", "pip", "--python", python, "install", "--no-compile", *words, timeout=3600)
+        except AssertionError as error:
+            if "No matching distribution found for torch" not in str(error):
+                raise
+            raise NotHere(f"no torch {case.fetched} for Python {case.python}") from None
+
     def lend(self, case: Case) -> Path | None:
         """The site-packages to lend, or a folder of links to all of it but ``without``."""
-        if case.lent == "":
+        if case.lent == "" or case.fetched:
             return None
         whole = Path(case.lent) if case.lent else packages()
         if not case.without:
@@ -194,15 +155,19 @@ class Matrix:
 
     def environment(self, case: Case) -> Path:
         """The Python of an environment that fused_accum is installed in; rows that differ only in use share it."""
-        key = (case.how, case.python, case.lent, case.without, *case.build.items())
+        key = (case.how, case.python, case.lent, case.fetched, case.without, *case.build.items())
         if key not in self.environments:
-            python, _ = new_environment(self.new_folder(), self.python(case.python), lent=self.lend(case))
+            folder = self.new_folder()
+            python, _ = new_environment(folder, self.python(case.python), lent=self.lend(case))
+            if case.fetched:
+                self.gigabytes.append(folder)
+                self.fetch(case, python)
             WAYS[case.how](self, case, python)
             self.environments[key] = python
         return self.environments[key]
 
-    def try_row(self, case: Case) -> str:
-        """Installs and uses; returns what works there. Raises AssertionError, or NotHere."""
+    def try_row(self, case: Case) -> dict[str, Any]:
+        """Installs and uses; returns the versions and what works there. Raises AssertionError, or NotHere."""
         python = self.environment(case)
         self.log.unlink(missing_ok=True)
         where = self.new_folder()
@@ -226,8 +191,19 @@ class Matrix:
             assert extension(Path(facts["native"]).parent, "_C_cuda"), "no module for CUDA"
         for word in case.says:
             assert word in json.dumps(facts), f"the report does not say {word!r}: {facts}"
-        shown = ", ".join(sorted(works)) or "the report says what is missing"
-        return f"Python {facts['python']}, torch {facts['torch']}: {shown}"
+        tried = self.try_tests(python, where) if case.tried else []
+        return {"python": facts["python"], "torch": facts["torch"], "works": sorted(works), "tried": tried}
+
+    @staticmethod
+    def try_tests(python: Path, where: Path) -> list[str]:
+        """Runs the selftest, and the TESTS where there is a pytest; returns what passed."""
+        run(python, "-m", "fused_accum", "selftest", cwd=where)
+        if "None" in run(python, "-c", "import importlib.util as u; print(u.find_spec('pytest'))", cwd=where):
+            return ["selftest"]
+        shutil.copytree(ROOT / "tests", where / "tests")  # and not the package beside it
+        words = ("-q", "-p", "no:cacheprovider", *(f"tests/{name}" for name in TESTS))
+        output = run(python, "-m", "pytest", *words, cwd=where)
+        return ["selftest", *re.findall(r"\d+ passed", output)]
 
     @staticmethod
     def check_first_use(case: Case, output: str) -> dict[str, Any]:
@@ -243,56 +219,10 @@ class Matrix:
         return json.loads(parts["report"])
 
 
-def by_pip(what: Callable[[Matrix, Case], Any], *words: str) -> Callable[[Matrix, Case, Any], None]:
-    def way(matrix: Matrix, case: Case, python: Any) -> None:
-        command = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", *words)
-        run(*command, what(matrix, case), env=building(case))
-
-    return way
-
-
-def by_uv(what: Callable[[Matrix, Case], Any], *words: str) -> Callable[[Matrix, Case, Any], None]:
-    def way(matrix: Matrix, case: Case, python: Any) -> None:
-        uv = find_uv()
-        if uv is None:
-            raise NotHere("no uv: pip install uv")
-        env = {"UV_CACHE_DIR": str(matrix.folder / "uv"), **building(case)}
-        run(*uv, "pip", "install", "--no-deps", *words, "--python", python, what(matrix, case), env=env)
-
-    return way
-
-
-def building(case: Case) -> dict[str, str]:
-    """The environment of an installation: quick to compile, and nothing may be left out without a word."""
-    env = {"CXXFLAGS": "-O0", "FUSED_ACCUM_FORCE_CPP": "" if case.works == ONLY_REFERENCE else "1", **case.build}
-    if env.get("FUSED_ACCUM_CUDA_ARCHS") == "":  # no nvcc is to be found
-        folders = os.environ["PATH"].split(os.pathsep)
-        env["PATH"] = os.pathsep.join(f for f in folders if not Path(f, "nvcc").exists())
-        env |= dict.fromkeys(("NVCC", "CUDA_HOME", "CUDA_PATH"), "")
-        if not shutil.which("c++", path=env["PATH"]) or list(packages().glob("nvidia/cu*/bin/nvcc")):
-            raise NotHere("nvcc cannot be taken away: it is beside the C++ compiler, or from pip")
-    if "FUSED_ACCUM_FORCE_CUDA" in env and not shutil.which("nvcc"):
-        raise NotHere("no nvcc")
-    return env
-
-
-WAYS = {
-    "wheel": by_pip(lambda matrix, case: matrix.wheel(case.python), "--no-index"),
-    "wheel by uv": by_uv(lambda matrix, case: matrix.wheel(case.python), "--offline"),
-    "sdist": by_pip(lambda matrix, _: matrix.sdist, "--no-cache-dir"),
-    "sdist by uv": by_uv(lambda matrix, _: matrix.sdist),
-    "clone without isolation": by_pip(lambda matrix, _: matrix.clone(isolated=False), "--no-build-isolation"),
-    "editable": by_pip(lambda matrix, _: f"--editable={matrix.clone(isolated=True)}"),
-    "editable without isolation": by_pip(
-        lambda matrix, _: f"--editable={matrix.clone(isolated=False)}", "--no-build-isolation"
-    ),
-}
-
-
-def with_torch(site: str) -> Case:
-    """The same wheel with another torch, of a Python that the path names."""
-    version = next((part.removeprefix("python") for part in Path(site).parts if part.startswith("python3.")), THIS)
-    return Case(f"wheel, torch of {site}", python=version, lent=site)
+def shown(row: dict[str, Any]) -> str:
+    works = ", ".join(row["works"]) or "the report says what is missing"
+    tried = f"; passed: {', '.join(row['tried'])}" if row["tried"] else ""
+    return f"Python {row['python']}, torch {row['torch']}: {works}{tried}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -300,11 +230,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fast", action="store_true", help="only what the tests run")
     parser.add_argument("--torch", metavar="SITE-PACKAGES", action="append", default=[],
                         help="also with the torch there, and the same wheel if the Python is the same; repeatable")
+    parser.add_argument("--fetch", metavar="VERSION", action="append", default=[],
+                        help="also with that torch from the index, for every Python; gigabytes; repeatable")
     parser.add_argument("--wheel", type=Path, help="one that was built before, to save that time")
     parser.add_argument("--only", metavar="WORD", action="append", help="only rows so named; repeatable")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write environment and the rows that ran")
     options = parser.parse_args(argv)
     cases = [*FAST, *([] if options.fast else FULL), *map(with_torch, options.torch)]
-    failed = 0
+    cases += [case for version in options.fetch for case in with_fetched(version)]
+    facts = environment(torch.device("cpu"), "auto")
+    rows, failed = [], 0
     with tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(Path(folder).resolve(), wheel=options.wheel)
         for case in cases:
@@ -312,15 +247,22 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             start = time.monotonic()
             try:
-                outcome = f"ok        {matrix.try_row(case)}"
+                row = matrix.try_row(case)
+                rows.append({"row": case.name, **row, "date": time.strftime("%Y-%m-%d")})
+                outcome = f"ok  {shown(row)}"
             except NotHere as reason:
-                outcome = f"not here  {reason}"
+                outcome = f"not obtainable  {reason}"
             except (AssertionError, subprocess.SubprocessError) as error:
                 failed += 1
-                outcome = f"FAILED    {error}"
+                outcome = f"FAILED  {error}"
+            while matrix.gigabytes:
+                shutil.rmtree(matrix.gigabytes.pop())
             print(f"{case.name:<45}{time.monotonic() - start:>5.0f} s  {outcome}", flush=True)
-    if not options.torch:
-        print("another torch with the same wheel: not tried, name one with --torch")
+            if options.json:  # a run cut short leaves what it has
+                result = {"benchmark": "install", "environment": facts, "rows": rows}
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if not options.torch and not options.fetch:
+        print("another torch with the same wheel: not tried, name one with --torch or --fetch")
     return int(failed > 0)
 
 

@@ -53,6 +53,7 @@ PRECISION = (
     "a_window_that_went_through_a_copy",
     "in_backward_a_replaced_p_grad_is_what_counts",
     "the_coefficient_may_stay_on_the_device",
+    "the_decision_may_stay_on_the_device",
     "one_micro_batch",
     "large_gradients_are_finite",
     "a_rejected_micro_batch_does_not_count",

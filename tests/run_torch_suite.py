@@ -8,11 +8,14 @@ best. Its decorators read the table of optimizers while it is imported, and by t
 import argparse
 import functools
 import importlib
+import json
 import sys
 import unittest
 from pathlib import Path
 
 import torch
+
+from benchmarks.results import environment
 
 WAY_OUT = "give the root of a PyTorch checkout, the folder that holds test/test_optim.py"
 
@@ -77,9 +80,18 @@ def tests_of(module, words: str) -> unittest.TestSuite:
     return suite
 
 
+def record(row: dict, skipped: list) -> dict:
+    """The counts, as the benchmarks' --json."""
+    facts = environment(torch.device("cpu"), "auto")
+    versions = {"torch": facts["torch"], "python": facts["python"], "date": facts["time"][:10]}
+    reasons = {test._testMethodName: reason for test, reason in skipped}
+    return {"benchmark": "torch_suite", "environment": facts, "rows": [{**row, **versions, "reasons": reasons}]}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.run_torch_suite", description=__doc__.splitlines()[0])
     parser.add_argument("checkout", help="root of a PyTorch checkout")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write environment, counts and skips")
     parser.add_argument("-k", default="", metavar="WORDS", help="only tests whose names hold these words")
     options = parser.parse_args()
     sys.argv[1:] = []  # PyTorch's harness reads them too
@@ -89,8 +101,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     version = folder.parent / "version.txt"
-    if version.is_file():
-        print(f"checkout: {version.read_text().strip()}, installed: torch {torch.__version__}")
+    checkout = version.read_text().strip() if version.is_file() else "of unknown version"
+    print(f"checkout: {checkout}, installed: torch {torch.__version__}")
     try:
         module = load(folder)
     except ModuleNotFoundError as error:
@@ -104,7 +116,11 @@ def main() -> int:
     for test, reason in result.skipped:
         print(f"skipped {test._testMethodName}: {reason}")
     broken = len(result.failures) + len(result.errors)
-    print(f"{result.testsRun - broken - len(result.skipped)} passed, {broken} failed, {len(result.skipped)} skipped")
+    passed = result.testsRun - broken - len(result.skipped)
+    print(f"{passed} passed, {broken} failed, {len(result.skipped)} skipped")
+    if options.json:
+        row = {"checkout": checkout, "passed": passed, "failed": broken, "skipped": len(result.skipped)}
+        options.json.write_text(json.dumps(record(row, result.skipped), indent=1) + "\n")
     return int(broken > 0)
 
 

@@ -11,6 +11,7 @@ from harness import (
     micro_batches,
     parameter,
     parameters,
+    run_checked,
     run_window,
     values,
 )
@@ -113,7 +114,8 @@ def test_second_call_without_a_backward_adds_nothing(make, device):
 def test_without_any_gradient_nothing_is_counted(make, device):
     params = parameters((65,), device=device)
     opt = make(params)
-    opt.accumulate(0.5)
+    with pytest.warns(UserWarning, match=r"accumulate\(\) found no gradient"):
+        opt.accumulate(0.5)
     opt.accumulate(weight=4)
     opt.step(weight=3)
     assert opt.pending == (0, 0.0)
@@ -239,9 +241,7 @@ def test_empty_tensor_in_every_position(make, device, position):
     opt = make(params, lr=0.3)
     oracle = Oracle(opt)
     micros = micro_batches(params, WINDOWS["sum"])
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 def test_only_empty_tensors(make, device):

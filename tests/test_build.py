@@ -268,15 +268,17 @@ def test_selftest_of_an_installed_wheel(matrix, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
-def test_other_pythons_build_import_and_report(sdist, tmp_path, version):
+def test_other_pythons_build_import_and_report(sdist, wheel, tmp_path, version):
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         pytest.skip("the whole suite runs on this one")
     if not (other := find_python(version)):
         pytest.skip(f"no Python {version} with pip is here")
     (tmp_path / "wheel").mkdir()
-    wheel = build_wheel(other, sdist, tmp_path / "wheel", CXXFLAGS="-O0")  # compiles faster
+    own = build_wheel(other, sdist, tmp_path / "wheel", CXXFLAGS="-O0")  # compiles faster
     python, _ = new_environment(tmp_path / "venv", other)
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index")
+    assert "not a supported wheel" in run(*pip, wheel, fails=True)  # that of this Python
+    run(*pip, own)
     run(python, "-c", "import fused_accum._C as c; c.cpu_isa()", cwd=tmp_path)
     facts = report(python, tmp_path)
     assert facts["python"].startswith(version)

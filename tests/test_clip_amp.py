@@ -159,3 +159,43 @@ def test_a_change_of_scale_in_mid_window_is_refused(make, device, mode, weighted
             opt.zero_grad()
         assert_close(*models, *opts)
     assert scalers[0].get_scale() == 2.0**11
+
+
+@pytest.mark.parametrize("mode", ["in backward", "direct"])
+@pytest.mark.parametrize("clips", [False, True])
+def test_unscaling_in_mid_window_is_refused(make, device, mode, clips):
+    """torch adds scaled gradients to unscaled ones in silence. Other edits of p.grad between backwards are right. The
+    scaler is known from its first step on."""
+    model = net(device)
+    opt = make(model.parameters(), **LARGE)
+    opt.accumulate_in_backward() if mode == "in backward" else opt.direct_wgrad(model)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**8)
+
+    def backward():
+        scaler.scale(model(values((5, 4), device=device, spread=False)).square().mean()).backward()
+
+    for _ in range(2):  # what is allowed
+        backward()
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        backward()
+        scaler.unscale_(opt)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(opt)
+        scaler.update()
+    before = str([opt.state_dict(), list(model.parameters())])
+    backward()
+    scaler.unscale_(opt)
+    if clips:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for words in ("unscale_.. was called between two backwards", "did not finish"):
+        with pytest.raises(RuntimeError, match=rf"{words}.*zero_grad\(\)"):
+            backward()
+    with pytest.raises(RuntimeError, match="did not finish"):
+        opt.step()
+    opt.zero_grad()
+    scaler.update()
+    assert str([opt.state_dict(), list(model.parameters())]) == before
+    backward()
+    scaler.step(opt)
+    assert float(opt.state[next(model.parameters())]["step"]) == 3

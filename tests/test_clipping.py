@@ -21,7 +21,7 @@ from harness import (
 )
 from oracle import Micro, Oracle, same_bits
 
-from fused_accum import pipeline
+from fused_accum import skipping
 from fused_accum.norms import Norms
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:the scales of this window")
@@ -286,7 +286,7 @@ def test_the_coefficient_may_stay_on_the_device(make, on, device, monkeypatch):
     """What runs on a GPU, here wherever the tensors are."""
     if on[0] == "cpu":
         pytest.skip("the native CPU code takes the coefficient from the host")
-    monkeypatch.setattr(pipeline, "on_host", lambda *_: False)
+    monkeypatch.setattr(skipping, "on_host", lambda *_: False)
     params = parameters((65,), (13, 17), (2000,), device=device)
     opt = make(params, max_grad_norm=0.2, **LARGE)
     oracle = Oracle(opt, max_grad_norm=0.2)

@@ -131,3 +131,88 @@ def test_a_compiled_training_step_is_compiled_once(fresh_dynamo, device, mode, l
     assert frames[-1] <= 12  # what the parts of the function need, with floats first taken for constants
     for p, q in zip(*runs):
         torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("name", ["scale", "weight"])
+def test_a_python_float_scale_or_weight_in_a_compiled_step_needs_no_remedy(fresh_dynamo, name):
+    """accumulate() and step() with a new Python float at each of 50 calls: nothing is compiled anew for it, and the
+    bits are those of the plain function."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter, frames, runs = CompileCounterWithBackend("eager"), [], []
+    for compile_it in (False, True):
+        torch.manual_seed(3)
+        model = torch.nn.Linear(4, 2)
+        opt = FusedAccumAdamW(model.parameters(), lr=0.1)
+
+        def train(x, first, last, model=model, opt=opt):
+            model(x[0]).square().mean().backward()
+            opt.accumulate(**{name: first})
+            model(x[1]).square().mean().backward()
+            opt.step(**{name: last})
+
+        call = torch.compile(train, backend=counter) if compile_it else train
+        for n in range(50):
+            call(values((2, 3, 4)), 0.1 * (n + 1), 0.37 / (n + 1))
+            frames.append(counter.frame_count)
+        runs.append([*model.parameters(), *(opt.state[p]["exp_avg"] for p in model.parameters())])
+    assert all(map(same_bits, *runs))
+    assert frames[-1] == frames[50 + 2], "recompiled while only numbers changed"
+    assert 0 < frames[-1] <= 6  # two forwards, with the floats first taken for constants
+    assert not fresh_dynamo.utils.counters["frames"].get("recompile_limit", 0)
+
+
+@pytest.mark.parametrize("call", ["accumulate", "step", "scale_loss", "zero_grad"])
+def test_a_full_graph_with_a_call_of_the_optimizer_says_what_to_do(fresh_dynamo, call):
+    model = torch.nn.Linear(4, 2)
+    opt = FusedAccumAdamW(model.parameters(), lr=0.1)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def train(x):
+        loss = model(x).sum()
+        getattr(opt, call)(*([loss] if call == "scale_loss" else []))
+
+    refusal = r"methods are not compiled.*only the model.*leave fullgraph"
+    with pytest.raises(fresh_dynamo.exc.Unsupported, match=refusal):
+        train(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("mode", ["in-backward", "direct", "weight"])
+def test_compiled_autograd_is_refused_where_backward_accumulates(fresh_dynamo, mode):
+    """It calls the hooks, but never says that a backward is over."""
+    model = torch.nn.Linear(4, 2)
+    opt = FusedAccumAdamW(model.parameters(), lr=0.1)
+    opt.direct_wgrad(model) if mode == "direct" else opt.accumulate_in_backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    loss = model(torch.ones(3, 4)).sum()
+    if mode == "weight":
+        loss = opt.scale_loss(loss, weight=3)
+    compiled = fresh_dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with compiled, pytest.raises(RuntimeError, match=r"within compiled autograd.*Switch it off.*explicit mode"):
+        loss.backward()
+    if any(p.grad is not None for p in model.parameters()):
+        with pytest.raises(RuntimeError, match="did not finish"):
+            opt.step()
+    opt.zero_grad()
+    assert all(map(same_bits, model.parameters(), before))
+    model(torch.ones(3, 4)).sum().backward()
+    assert opt.pending.microbatches == 1
+    opt.step()
+
+
+def test_compiled_autograd_works_in_explicit_mode(fresh_dynamo):
+    runs = []
+    for compiled in (False, True):
+        torch.manual_seed(3)
+        model = torch.nn.Linear(4, 2)
+        opt = FusedAccumAdamW(model.parameters(), lr=0.1)
+        for n in range(4):
+            loss = model(values((3, 4))).square().mean()
+            if compiled:
+                with fresh_dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+                    loss.backward()
+            else:
+                loss.backward()
+            (opt.step if n % 2 else opt.accumulate)(weight=n + 1)
+        runs.append(list(model.parameters()))
+    assert all(map(same_bits, *runs))

@@ -147,7 +147,8 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("why", ORDINARY)
 def test_what_stays_ordinary(make, device, why):
     model = nn.Sequential(ORDINARY[why]()).to(device)
-    _opt, handle = covered(make, model)
+    with pytest.warns(UserWarning, match="covers no parameter"):
+        _opt, handle = covered(make, model)
     assert handle.direct == []
     assert set(handle.ordinary) == {name for name, _ in model.named_parameters()}
     reasons = [reason for name, reason in handle.ordinary.items() if "parametrizations." not in name]
@@ -164,7 +165,8 @@ def test_what_stays_ordinary(make, device, why):
 @pytest.mark.parametrize("option", [{"sparse": True}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}], ids=str)
 def test_embeddings_with_options(make, device, option):
     model = nn.Sequential(nn.Embedding(23, 8, **option)).to(device)
-    _, handle = covered(make, model)
+    with pytest.warns(UserWarning, match="covers no parameter"):
+        _, handle = covered(make, model)
     (why,) = handle.ordinary.values()
     assert next(iter(option)) in why
     if "sparse" not in option:

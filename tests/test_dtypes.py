@@ -3,15 +3,7 @@
 import pytest
 import torch
 from cases import DTYPES, HYPER, LOW_PRECISION, SHAPES, SMALL_SHAPES, WINDOWS
-from harness import (
-    buffers,
-    copies,
-    give,
-    micro_batches,
-    parameters,
-    run_window,
-    values,
-)
+from harness import buffers, copies, give, micro_batches, parameters, run_checked, run_window, values
 from oracle import Oracle, rms, same_bits, within
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -29,9 +21,7 @@ def test_every_combination(make, device, param, grad, state_dtype, accum_dtype):
     oracle = Oracle(opt, accum_dtype=accum_dtype, state_dtype=state_dtype)
     for window in ("uneven", "uneven", "N=1"):
         micros = micro_batches(params, WINDOWS[window], dtype=grad)
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
         oracle.adopt()
 
 
@@ -43,9 +33,7 @@ def test_hyperparameters_are_not_rounded_to_the_parameters_dtype(make, device, d
     oracle = Oracle(opt)
     for _ in range(3):
         micros = micro_batches(params, WINDOWS["tokens-scaled"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
         oracle.adopt()
 
 
@@ -75,9 +63,7 @@ def test_mixed_dtypes_in_one_group(make, device):
     oracle = Oracle(opt)
     for n in range(3):
         micros = micro_batches(params, WINDOWS["uneven"], absent={(n, i) for i in range(0, len(params), 2)})
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
         oracle.adopt()
 
 
@@ -90,9 +76,7 @@ def test_gradient_dtype_may_change_within_a_window(make, device):
     micros = micro_batches(params, WINDOWS["mean-of-4"])
     for micro, dtype in zip(micros, DTYPES.values()):
         micro.grads[0] = micro.grads[0].to(dtype)
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION)
@@ -182,9 +166,7 @@ def test_default_dtype_float64_changes_nothing_but_step(make, device):
         oracle = Oracle(opt)
         for _ in range(2):
             micros = micro_batches(params, WINDOWS["mean-of-4"])
-            oracle.window(micros)
-            run_window(opt, micros)
-            oracle.check()
+            run_checked(opt, oracle, micros)
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -4,12 +4,7 @@
 import pytest
 import torch
 from cases import WINDOWS
-from harness import (
-    micro_batches,
-    parameters,
-    params_of,
-    run_window,
-)
+from harness import micro_batches, parameters, params_of, run_checked, run_window
 from oracle import Oracle, same_bits
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -37,9 +32,7 @@ def test_groups_have_their_own_hyperparameters(make, device):
         opt.param_groups[3]["weight_decay"] = 0.1 * n
         opt.param_groups[3]["eps"] = 10.0 ** (-2 * n)
         micros = micro_batches(params, WINDOWS["uneven"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
 
 
 def test_defaults_are_those_of_torch():
@@ -76,9 +69,7 @@ def test_tensor_lr_and_betas(make, device, lr_dtype):
         lr.fill_(0.5 / (n + 1))
         beta1.fill_(0.8 - 0.2 * n)
         micros = micro_batches(params, WINDOWS["N=1"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
     assert opt.param_groups[0]["lr"] is lr
 
 
@@ -90,9 +81,7 @@ def test_amsgrad_switched_on_and_off(make, device):
     for amsgrad in (False, False, True, True, False, True):
         opt.param_groups[0]["amsgrad"] = amsgrad
         micros = micro_batches(params, WINDOWS["sum"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
     state = opt.state[params[0]]
     assert (state["max_exp_avg_sq"] > state["exp_avg_sq"]).any()
 
@@ -104,9 +93,7 @@ def test_maximize_can_be_switched(make, device):
     for maximize in (False, True, False):
         opt.param_groups[0]["maximize"] = maximize
         micros = micro_batches(params, WINDOWS["sum"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from cases import BEYOND_CACHE, DTYPES, GRADIENT_LAYOUTS, HYPER, LAYOUT_SHAPE, PARAMETER_LAYOUTS, SHAPES, WINDOWS
-from harness import buffers, in_layout, micro_batches, parameter, parameters, run_window, values
+from harness import buffers, in_layout, micro_batches, parameter, parameters, run_checked, run_window, values
 from oracle import Oracle, same_bits
 
 from fused_accum import FusedAccumAdamW, backends
@@ -30,7 +30,7 @@ def _restore_isa():
 
 
 @pytest.fixture(params=ISAS)
-def isa(request, record_property):
+def isa(request):
     """Each instruction set in turn; one that cannot run here is listed as skipped, with its reason."""
     if ISAS[request.param]:
         pytest.skip(f"{request.param} did not run: {ISAS[request.param]}")
@@ -39,13 +39,12 @@ def isa(request, record_property):
     return request.param
 
 
-def test_paths_that_really_run_here(capsys):
-    """Prints them; the table must be complete and consistent with what can be chosen."""
-    with capsys.disabled():
-        print(f"\nCPU paths that ran: {', '.join(USABLE)}")
-        for name, reason in ISAS.items():
-            if reason:
-                print(f"CPU path that did not: {name}: {reason}")
+def test_paths_that_really_run_here(record_property):
+    """The end of a run lists them; the table must be complete and consistent with what can be chosen."""
+    record_property("CPU paths that ran", ", ".join(USABLE))
+    for name, reason in ISAS.items():
+        if reason:
+            record_property("CPU path that did not", f"{name}: {reason}")
     assert set(ISAS) == {"baseline", "avx2", "avx512"}
     assert ISAS["baseline"] == ""
     for name in ISAS:
@@ -102,9 +101,7 @@ def test_oracle_on_each_path(isa, hyper):
     oracle = Oracle(opt)
     for _ in range(3):
         micros = micro_batches(params, WINDOWS["uneven"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
 
 
 def every_shape():

@@ -12,6 +12,7 @@ from harness import (
     micro_batches,
     parameter,
     parameters,
+    run_checked,
     run_window,
     surroundings,
     values,
@@ -36,9 +37,7 @@ def test_every_pair_of_layouts(make, device, param_layout, grad_layout, dtype):
         for micro in micros:
             micro.grads[0] = in_layout(micro.grads[0], grad_layout)
         outside = [surroundings(m.grads[0]) for m in micros]
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
         oracle.adopt()
         assert all(torch.equal(a, surroundings(m.grads[0])) for a, m in zip(outside, micros))
     assert torch.equal(around, surroundings(p))
@@ -74,9 +73,7 @@ def test_layout_of_the_gradient_may_change_within_a_window(make, device, layout)
     micros = micro_batches([p], [(1 / 8, None)] * len(GRADIENT_LAYOUTS))
     for micro, grad_layout in zip(micros, GRADIENT_LAYOUTS):
         micro.grads[0] = in_layout(micro.grads[0], grad_layout)
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "stepped", "misaligned"])
@@ -87,9 +84,7 @@ def test_strided_sizes(make, device, shape, layout):
     opt = make([p], lr=0.5)
     oracle = Oracle(opt)
     micros = micro_batches([p], WINDOWS["uneven"], layout="transposed" if layout != "transposed" else "stepped")
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 @pytest.mark.parametrize("dims", [5, 6, 9])
@@ -102,9 +97,7 @@ def test_many_dimensions(make, device, dims):
     micros = micro_batches([p], WINDOWS["sum"])
     micros[0].grads[0] = in_layout(micros[0].grads[0], "stepped")
     micros[1].grads[0] = micros[1].grads[0].sum(dim=2, keepdim=True).expand(p.shape)
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 @pytest.mark.parametrize("offset", range(1, 17))
@@ -118,9 +111,7 @@ def test_every_misalignment(make, device, dtype, offset):
     around = surroundings(p)
     source = torch.randn(200).to(device, DTYPES[dtype])
     micros = [Micro([source[k : k + 83]], 0.5) for k in (17 - offset, 2 * offset)]
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
     assert torch.equal(around, surroundings(p))
 
 
@@ -130,9 +121,7 @@ def test_chunks_of_one_gradient(make, device):
     opt = make(params, lr=0.5)
     oracle = Oracle(opt)
     micros = [Micro(list(values((4, 18), device=device).chunk(3, dim=1)), 0.5) for _ in range(2)]
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 # ---- shared storage --------------------------------------------------------------------------------------
@@ -162,10 +151,9 @@ ALIASES = {
 }
 
 
-@pytest.mark.parametrize("window", ["N=1", "uneven"])
-@pytest.mark.parametrize("views", ALIASES.values(), ids=ALIASES)
-def test_parameters_that_share_storage_are_updated_one_after_the_other(make, device, views, window):
-    flat = values((700,), device=device, spread=False)
+def check_shared(make, device, n, views, window="N=1", tolerance=1e-5):
+    """Three windows of parameters that are ``views`` of ``n`` elements."""
+    flat = values((n,), device=device, spread=False)
     shadow = Shadow(flat, views, lr=0.3, weight_decay=0.3)
     params = [torch.nn.Parameter(view(flat)) for view in views]
     opt = make(params, lr=0.3, weight_decay=0.3)
@@ -173,39 +161,27 @@ def test_parameters_that_share_storage_are_updated_one_after_the_other(make, dev
         micros = micro_batches(params, WINDOWS[window])
         shadow.window(micros)
         run_window(opt, micros)
-        torch.testing.assert_close(flat.double().cpu(), shadow.flat, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(flat.double().cpu(), shadow.flat, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", ["N=1", "uneven"])
+@pytest.mark.parametrize("views", ALIASES.values(), ids=ALIASES)
+def test_parameters_that_share_storage_are_updated_one_after_the_other(make, device, views, window):
+    check_shared(make, device, 700, views, window)
 
 
 @pytest.mark.parametrize("n", [16_384, 32_768, 65_536])
 def test_many_parameters_on_the_same_elements(make, device, n):
     """Parts of work that lie next to each other in the queue write the same memory."""
     torch.set_num_threads(3)
-    views = [lambda x: x] * 12
-    flat = values((n,), device=device, spread=False)
-    shadow = Shadow(flat, views, lr=0.3, weight_decay=0.3)
-    params = [torch.nn.Parameter(view(flat)) for view in views]
-    opt = make(params, lr=0.3, weight_decay=0.3)
-    for _ in range(3):
-        micros = micro_batches(params, WINDOWS["N=1"])
-        shadow.window(micros)
-        run_window(opt, micros)
-        torch.testing.assert_close(flat.double().cpu(), shadow.flat, rtol=1e-4, atol=1e-4)
+    check_shared(make, device, n, [lambda x: x] * 12, tolerance=1e-4)
 
 
 def test_large_parameters_that_share_storage(make, device):
     """Beyond one chunk: a parallel update of both would race."""
     torch.set_num_threads(3)
     n = 300_000
-    views = [lambda x: x, lambda x: x[1:], lambda x: x[: n // 2]]
-    flat = values((n,), device=device, spread=False)
-    shadow = Shadow(flat, views, lr=0.3, weight_decay=0.3)
-    params = [torch.nn.Parameter(view(flat)) for view in views]
-    opt = make(params, lr=0.3, weight_decay=0.3)
-    for _ in range(3):
-        micros = micro_batches(params, WINDOWS["N=1"])
-        shadow.window(micros)
-        run_window(opt, micros)
-    torch.testing.assert_close(flat.double().cpu(), shadow.flat, rtol=1e-5, atol=1e-5)
+    check_shared(make, device, n, [lambda x: x, lambda x: x[1:], lambda x: x[: n // 2]])
 
 
 def test_parameters_that_come_to_share_storage(make, device):
@@ -249,9 +225,7 @@ def test_neighbours_in_one_storage_do_not_touch_each_other(make, device):
     oracle = Oracle(opt)
     for _ in range(2):
         micros = micro_batches(params, WINDOWS["uneven"], absent={(k, 2) for k in range(3)})
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
 
 
 def test_a_parameter_listed_twice_is_one_parameter(make, device):
@@ -263,9 +237,7 @@ def test_a_parameter_listed_twice_is_one_parameter(make, device):
     oracle = Oracle(opt)
     for _ in range(2):
         micros = micro_batches([w, other], WINDOWS["uneven"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
     assert sum(row.parameters for row in opt.backends) == 2
 
 
@@ -318,9 +290,7 @@ def test_state_tensors_replaced_between_windows(make, device):
     oracle = Oracle(opt)
     for _ in range(3):
         micros = micro_batches(params, WINDOWS["N=1"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
         state = opt.state[params[0]]
         for name in ("exp_avg", "exp_avg_sq", "step"):
             old = state[name]
@@ -356,6 +326,4 @@ def test_parameter_changes_layout_between_windows(make, device):
     for memory_format in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
         conv.to(memory_format=memory_format)
         micros = micro_batches(params, WINDOWS["uneven"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)

@@ -1,6 +1,7 @@
 """The main job, in a configuration of seconds: it learns, resumes to the bit, divides short windows right."""
 
 import copy
+import json
 import os
 import signal
 import subprocess
@@ -20,8 +21,9 @@ from benchmarks.settings import parse
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_learns_and_leaves_log_plot_and_checkpoint(job, capsys, optimizer):
-    out = job("--optimizer", optimizer, "--steps", "40", "--dropout", "0", "--epoch", "50")
+def test_learns_and_leaves_log_plot_checkpoint_and_record(job, capsys, tmp_path, optimizer):
+    record = tmp_path / "record.json"
+    out = job("--optimizer", optimizer, "--steps", "40", "--dropout", "0", "--epoch", "50", "--json", str(record))
     windows, held_out = events(out, "window"), events(out, "held-out")
     assert [w["step"] for w in windows] == list(range(1, 41))
     assert windows[0]["loss"] > 5
@@ -30,6 +32,8 @@ def test_learns_and_leaves_log_plot_and_checkpoint(job, capsys, optimizer):
     assert held_out[-1]["loss"] < 3.6
     assert all(w["tokens"] > 0 and w["gradient_bytes"] > 0 and w["peak_bytes"] > 2**20 for w in windows)
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(record.read_text())["rows"]
+    assert rows == [{"optimizer": optimizer, **{k: h[k] for k in ("step", "loss", "bigram")}} for h in held_out]
     printed = capsys.readouterr().out
     assert "an epoch is 50 micro-batches: 12 windows of 4 and a last one of 2" in printed
     assert f"bigram model's {held_out[-1]['bigram']:.4f}" in printed

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +62,20 @@ def test_torch_missing_broken_or_old_is_reported(tmp_path, kind):
     assert "Traceback" not in output
     code, output = command("selftest", PYTHONPATH=str(tmp_path))
     assert (code, words in output) == (2, True), output
+
+
+def test_a_module_built_for_another_python_is_told_of(tmp_path):
+    """As in a clone that two Pythons share."""
+    ignored = shutil.ignore_patterns("*.so", "*.json", "__pycache__")
+    shutil.copytree(Path(report.__file__).parent, tmp_path / "fused_accum", ignore=ignored)
+    (tmp_path / "fused_accum" / "_C.cpython-39-x86_64-linux-gnu.so").touch()
+    program = "from fused_accum import _native; print(_native.load()[1])"
+    done = subprocess.run(  # -S: an editable installation would give its module
+        [sys.executable, "-S", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert "was built for another Python alone (_C.cpython-39-x86_64-linux-gnu.so)" in done.stdout
+    assert "C++17 compiler" in done.stdout
+    assert "install fused_accum again" in done.stdout
 
 
 def test_a_backend_that_fails_when_asked_is_a_line_of_the_report(monkeypatch):

@@ -17,6 +17,7 @@ from harness import (
     mid_window_state,
     parameters,
     params_of,
+    run_checked,
     run_window,
 )
 from oracle import Oracle, same_bits
@@ -232,9 +233,7 @@ def test_load_in_mid_window_discards_it_and_warns(make, device):
     opt.step()
     assert same_bits(params[0], before)
     micros = micro_batches(params, WINDOWS["mean-of-4"])
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 def test_loading_a_window_into_an_open_window_replaces_it(make, device):

@@ -1,5 +1,6 @@
 """run_torch_suite.py on a small checkout made after PyTorch's layout; the real one is for those who have it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -81,14 +82,19 @@ def run(*arguments) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_suite_of_a_checkout(checkout):
+def test_suite_of_a_checkout(checkout, tmp_path):
     """Only the table's tests, on our class alone; what cannot apply is skipped with its reason."""
-    code, said = run(checkout)
+    file = tmp_path / "record.json"
+    code, said = run(checkout, "--json", file)
     assert code == 1, said
     assert "checkout: 2.99.0a0, installed: torch" in said
     assert "FAIL: test_that_fails_FusedAccumAdamW_cpu_float32" in said
     assert "skipped test_grads_are_never_inplaced_into_FusedAccumAdamW_cpu_float32: reads p.grad after step()" in said
     assert "3 passed, 1 failed, 1 skipped" in said.splitlines()
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["checkout"] == "2.99.0a0"
+    assert [row[key] for key in ("passed", "failed", "skipped")] == [3, 1, 1]
+    assert list(row["reasons"]) == ["test_grads_are_never_inplaced_into_FusedAccumAdamW_cpu_float32"]
 
 
 def test_part_of_a_suite(checkout):

@@ -68,21 +68,22 @@ def build(folder: Path, core: list[str], driver: list[str]) -> Path:
     return folder / "driver"
 
 
-def check_report(output, capsys):
-    with capsys.disabled():
-        print("\n" + output.rstrip())
+def check_report(output, sanitizers, record_property):
     lines = output.splitlines()
+    for line in lines:
+        record_property(f"CPU kernels under {sanitizers}", line)
     for name in isas_of_this_machine():
         (line,) = [line for line in lines if line.startswith(f"{name}: ")]
         assert "rows checked" in line
 
 
-def test_address_and_undefined_behaviour(tmp_path, capsys):
+def test_address_and_undefined_behaviour(tmp_path, record_property):
     driver = build(tmp_path, [ADDRESS, UNDEFINED, "-fno-sanitize-recover=all"], [ADDRESS])
     output = run(driver, ASAN_OPTIONS="detect_leaks=1:strict_string_checks=1", UBSAN_OPTIONS="print_stacktrace=1")
-    check_report(output, capsys)
+    check_report(output, "AddressSanitizer and UBSan", record_property)
 
 
-def test_threads(tmp_path, capsys):
+def test_threads(tmp_path, record_property):
     driver = build(tmp_path, ["-fsanitize=thread"], ["-fsanitize=thread"])
-    check_report(run(driver, "threads", TSAN_OPTIONS="halt_on_error=1"), capsys)
+    output = run(driver, "threads", TSAN_OPTIONS="halt_on_error=1")
+    check_report(output, "ThreadSanitizer", record_property)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from cases import WINDOWS
-from harness import copies, micro_batches, parameters, params_of, run_window
+from harness import copies, micro_batches, parameters, params_of, run_checked, run_window
 from oracle import Oracle
 from torch.optim import lr_scheduler, swa_utils
 
@@ -45,9 +45,7 @@ def test_scheduler(make, device, schedule):
         for k, p in enumerate(twin):
             p.grad = sum(0.25 * m.grads[k] for m in micros)
         stock.step()
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
         for scheduler in schedulers:
             scheduler.step()
         for ours, theirs in zip(opt.param_groups, stock.param_groups):
@@ -78,9 +76,7 @@ def test_tensor_lr(make, device, schedule):
     values_seen = set()
     for _ in range(6):
         micros = micro_batches(params, WINDOWS["mean-of-4"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
         scheduler.step()
         values_seen.add(float(lr))
     assert opt.param_groups[0]["lr"] is lr
@@ -94,9 +90,7 @@ def test_plateau(make, device):
     scheduler = lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.5)
     for n in range(5):
         micros = micro_batches(params, WINDOWS["tokens"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
         scheduler.step(float(n))
     assert math.isclose(opt.param_groups[0]["lr"], 0.4 * 0.5**4)
 

@@ -6,15 +6,7 @@ import io
 import pytest
 import torch
 from cases import DTYPES, HYPER, WINDOWS
-from harness import (
-    assert_same_run,
-    copies,
-    micro_batches,
-    parameters,
-    params_of,
-    run_window,
-    values,
-)
+from harness import assert_same_run, copies, micro_batches, parameters, params_of, run_checked, run_window, values
 from oracle import Oracle, same_bits
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -73,9 +65,7 @@ def test_from_torch(make, device, hyper, stock_options, through_file):
     assert [cell.step for cell in oracle.cells.values()] == [5, 1, 5]
     for _ in range(3):
         micros = micro_batches(params, WINDOWS["uneven"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
     given = {key: HYPER[hyper][key] for key in HYPER[hyper]}
     assert {key: opt.param_groups[0][key] for key in given} == given
 
@@ -114,9 +104,7 @@ def test_loading_keeps_our_own_options(make, device):
     oracle = Oracle(opt, accum_dtype=torch.bfloat16, state_dtype=None)
     oracle.adopt()
     micros = micro_batches(params, WINDOWS["uneven"])
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, None], ids=["fp32", "bf16", "param"])
@@ -154,9 +142,7 @@ def test_bf16_moments_of_torch_continue(make, device):
     oracle = Oracle(opt, state_dtype=loaded["exp_avg"].dtype)
     oracle.adopt()
     micros = micro_batches(params, WINDOWS["mean-of-4"])
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 @pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor(3, dtype=torch.float64), torch.tensor([3.0])],
@@ -208,9 +194,7 @@ def test_checkpoint_of_another_setting_of_fused(make, device):
     oracle = Oracle(opt)
     oracle.adopt()
     micros = micro_batches(params, WINDOWS["sum"])
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 def test_named_parameters(make, device):
@@ -241,9 +225,7 @@ def test_foreign_state_and_group_keys_are_kept(make, device):
     opt.state[params[0]]["tensor"] = torch.tensor([1, 2], device=device)
     opt.param_groups[0].update(initial_lr=0.5, swa_lr=0.1, tag=["x"])
     micros = micro_batches(params, WINDOWS["uneven"])
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
     state = copy.deepcopy(opt.state_dict())
     assert state["state"]["note"] == "not a parameter"
     fresh = make(copies(params))
@@ -325,8 +307,6 @@ def test_its_own_state_dict_loads_at_once(make, device):
     opt.load_state_dict(opt.state_dict())
     for _ in range(2):
         micros = micro_batches(params, WINDOWS["uneven"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
         oracle.adopt()
         opt.load_state_dict(opt.state_dict())

@@ -6,14 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from cases import BEYOND_CACHE, HYPER, SHAPES, SMALL_SHAPES, WINDOWS
-from harness import (
-    assert_same_run,
-    live_storages,
-    micro_batches,
-    parameters,
-    run_window,
-    values,
-)
+from harness import assert_same_run, live_storages, micro_batches, parameters, run_checked, run_window, values
 from oracle import Micro, Oracle, same_bits
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -59,9 +52,7 @@ def test_every_size(make, device, shape):
     oracle = Oracle(opt)
     for window in ("N=1", "sum"):
         micros = micro_batches(params, [(scale / len(WINDOWS[window]), w) for scale, w in WINDOWS[window]])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
 
 
 def test_sizes_mixed_in_one_bucket(make, device):
@@ -73,9 +64,7 @@ def test_sizes_mixed_in_one_bucket(make, device):
     oracle = Oracle(opt)
     for _ in range(2):
         micros = micro_batches(params, WINDOWS["uneven"])
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
 
 
 def test_many_small_parameters(make, device):
@@ -83,9 +72,7 @@ def test_many_small_parameters(make, device):
     opt = make(params, lr=0.5, weight_decay=0.3)
     oracle = Oracle(opt)
     micros = micro_batches(params, WINDOWS["sum"], absent={(k, i) for k in (0, 1) for i in range(0, 500, 3)})
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 @pytest.mark.parametrize("accum_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -123,9 +110,7 @@ def test_step_per_parameter(make, device):
     for n in range(6):
         absent = {(k, 1) for k in range(2) if n % 2} | {(k, 2) for k in range(2)}
         micros = micro_batches(params, WINDOWS["sum"], absent=absent)
-        oracle.window(micros)
-        run_window(opt, micros)
-        oracle.check()
+        run_checked(opt, oracle, micros)
     assert [float(opt.state[p]["step"]) for p in params[:2]] == [6, 3]
     assert params[2] not in opt.state
 

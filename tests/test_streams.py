@@ -111,6 +111,35 @@ def test_an_update_inside_the_backward_waits_for_the_write(machine):
     assert float(opt.state[parameter]["step"]) == 1
 
 
+@pytest.mark.parametrize("uses", [1, 2])
+def test_autograds_own_addition_waits_for_the_direct_one(machine, uses):
+    """A weight that a covered layer and an ordinary operation use: autograd adds the latter's part to p.grad on the
+    stream where the parameter was first used, maybe not the layer's. Once per backward, of a kept graph too."""
+    layers, opt = direct()
+    layer, before = layers[1], []
+    twin = nn.Linear(4, 4)
+    twin.load_state_dict(layer.state_dict())
+
+    def loss_of(layer):
+        hidden, ordinary = torch.ones(2, 4), layer.weight.square().sum()
+        for _ in range(uses):
+            hidden = OnStream.apply(layer(hidden), machine, "side")
+        return hidden.sum() + ordinary
+
+    loss = loss_of(layer)
+    node = torch.autograd.graph.get_gradient_edge(layer.weight).node
+    node.register_prehook(lambda _: setattr(machine, "name", "third"))  # where autograd adds
+    layer.weight.register_post_accumulate_grad_hook(lambda p: before.append(machine.waits.count(("third", "side"))))
+    for _ in range(3):
+        machine.waits.clear()
+        loss.backward(retain_graph=True)
+        loss_of(twin).backward()
+        machine.back()
+    assert before == [1, 1, 1]
+    torch.testing.assert_close(layer.weight.grad, twin.weight.grad)
+    assert opt.pending.microbatches == 3
+
+
 def test_streams_of_a_reentrant_checkpoint_are_waited_for(machine):
     layers, opt = direct()
     x = torch.ones(2, 4, requires_grad=True)

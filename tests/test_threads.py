@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from harness import copies, micro_batches, mid_window_state, parameters, run_window
+from harness import copies, micro_batches, mid_window_state, parameters, run_checked
 from oracle import Micro, Oracle, same_bits
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -60,9 +60,7 @@ def test_step_in_a_step_hook_is_refused_or_a_plain_call(make, device):
 
     opt.register_step_post_hook(again)
     micros = micro_batches(params, [(1.0, None)])
-    oracle.window(micros)
-    run_window(opt, micros)
-    oracle.check()
+    run_checked(opt, oracle, micros)
 
 
 # ---- other threads ---------------------------------------------------------------------------------------

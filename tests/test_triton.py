@@ -41,21 +41,29 @@ def interpret(*arguments: str) -> None:
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.slow
 def test_bits_in_the_interpreter_are_those_of_the_cpu():
     """But for norms, which have a test of their own, and hundreds of tensors in a call, which take it a minute."""
     interpret("test_bits.py", "-k", "not sums_of_squares and not (many_tensors and (454 or 455 or 1000))")
 
 
+@pytest.mark.slow
 def test_indices_norms_and_scatter_in_the_interpreter():
     interpret("triton_interpreted.py")
 
 
+def test_decisions_on_the_device_in_the_interpreter():
+    interpret("emulated_decisions.py")
+
+
+@pytest.mark.slow
 def test_kernel_tests_in_the_interpreter():
     """Those of all backends. All there are, which takes long (tests/ on PYTHONPATH): TRITON_INTERPRET=1 python -m
     pytest -p triton_interpreter -k "[triton"."""
     interpret("-k", "[triton", *kernel_tests.found())
 
 
+@pytest.mark.slow
 def test_precision_in_the_interpreter():
     """Master weights, stochastic rounding, clipping and skipping, direct gradients."""
     interpret("-k", "[triton", *kernel_tests.found(kernel_tests.PRECISION))
@@ -107,6 +115,7 @@ def test_many_small_tensors_are_one_launch(driver):
     assert [(launch.kernel, launch.programs) for launch in driver.launches] == [
         ("accumulate_kernel", 1000),
         ("accumulate_kernel", 1000),
+        ("count_kernel", 32),
         ("adamw_kernel", 1000),
     ]
 
@@ -117,15 +126,15 @@ def test_a_launch_per_bucket_of_equal_dtypes_and_flags(driver):
     opt = FusedAccumAdamW(params, backend="triton")
     run_window(opt, params)
     per_bucket = [5 + 1, 3, 2 + 1]  # blocks of 1024, of float64 512
-    assert [launch.programs for launch in driver.launches] == per_bucket * 3
+    assert [launch.programs for launch in driver.launches] == [*per_bucket * 2, 1, *per_bucket]
     assert {launch.stream for launch in driver.launches} == {STREAM}
     assert not any(launch.fp_fusion for launch in driver.launches)
 
 
-def test_no_launch_without_elements(driver):
+def test_without_elements_updates_are_counted(driver):
     params = parameters((0,), (3, 0))
     run_window(FusedAccumAdamW(params, backend="triton"), params)
-    assert driver.launches == []
+    assert [launch.kernel for launch in driver.launches] == ["count_kernel"]
 
 
 def test_misaligned_tensors_are_compiled_for_apart(driver):
@@ -135,8 +144,8 @@ def test_misaligned_tensors_are_compiled_for_apart(driver):
     for p in params:
         p.grad = torch.ones(20)
     opt.step()
-    assert [launch.programs for launch in driver.launches] == [1, 1]
-    assert driver.loaded == ["adamw_kernel"] * 2
+    assert [launch.programs for launch in driver.launches] == [1, 1, 1]
+    assert driver.loaded == ["count_kernel", "adamw_kernel", "adamw_kernel"]
 
 
 @pytest.mark.filterwarnings("ignore:the scales of this window")
@@ -155,19 +164,19 @@ def test_nothing_recompiles_when_numbers_change(driver, tmp_path):
         compiled = (len(driver.loaded), len(list(tmp_path.rglob("*.cubin"))))
         warm = warm or compiled
         assert compiled == warm
-    assert warm == (3, 3)  # accumulate first and add, step with the last add
-    assert len(driver.launches) == 150
+    assert warm == (4, 4)  # accumulate first and add, count, step with the last add
+    assert len(driver.launches) == 200
 
 
 @pytest.mark.parametrize(
     ("options", "kernels"),
     [
         # updated from the gradient; begun, updated from the buffer
-        ({"stochastic_rounding": True}, ["accumulate_kernel"] + ["adamw_kernel"] * 2),
+        ({"stochastic_rounding": True}, ["accumulate_kernel"] + ["adamw_kernel"] * 2 + ["count_kernel"]),
         # the same, but the gradient of a window of one is measured before
         (
             {"master_weights": "split", "max_grad_norm": 1.0},
-            ["accumulate_kernel"] * 2 + ["adamw_kernel"] * 2 + ["squares_kernel"],
+            ["accumulate_kernel"] * 2 + ["adamw_kernel"] * 2 + ["count_kernel", "squares_kernel"],
         ),
     ],
     ids=["chance", "split, clipped"],
@@ -175,9 +184,9 @@ def test_nothing_recompiles_when_numbers_change(driver, tmp_path):
 @pytest.mark.filterwarnings("ignore:the scales of this window")
 def test_nothing_recompiles_with_masters_chance_and_clipping(driver, monkeypatch, options, kernels):
     """When seed, step, norm, factors, scale, lr, sizes and places in the optimizer change."""
-    from fused_accum import pipeline
+    from fused_accum import skipping
 
-    monkeypatch.setattr(pipeline, "on_host", lambda *_: False)
+    monkeypatch.setattr(skipping, "on_host", lambda *_: False)
     warm = None
     for n in range(12):
         if n % 4 == 0:
@@ -209,10 +218,10 @@ def test_the_scatter_is_one_launch_and_one_compilation(driver):
 
 
 def test_tables_are_sent_again_only_when_they_change(driver, monkeypatch):
-    from fused_accum.backends import triton, triton_tables
+    from fused_accum.backends import triton, triton_prologue, triton_tables
 
     sent = []
-    for module in (triton, triton_tables):
+    for module in (triton, triton_prologue, triton_tables):
         monkeypatch.setattr(module, "upload", lambda host, device: sent.append(tuple(host.shape)) or host)
     params = parameters((64,), (64,))
     opt = FusedAccumAdamW(params, lr=0.1, backend="triton")
@@ -224,4 +233,4 @@ def test_tables_are_sent_again_only_when_they_change(driver, monkeypatch):
             opt.accumulate(0.123)
         before = len(sent)
         opt.step()
-    assert sent[before:] == [(1, 12)]  # the step's scalars alone
+    assert sent[before:] == []

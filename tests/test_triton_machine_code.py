@@ -25,11 +25,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fused_accum.backends import triton_counts, triton_scatter
 from fused_accum.backends import triton_kernels as kernels
-from fused_accum.backends import triton_scatter
 from fused_accum.state import MASTER, PLAIN, SPLIT, STOCHASTIC
 
-pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled"),
+]
 
 TABLE = Path(__file__).with_name("triton_registers.json")
 TARGETS = {
@@ -77,6 +80,10 @@ def add_up():
     return kernels.squares_kernel, {"BLOCK": kernels.block_of(F32), "CHUNK": kernels.CHUNK}
 
 
+def count_updates():
+    return triton_counts.count_kernel, {"ROWS": triton_counts.ROWS}
+
+
 def scatter(grad, accum):
     constants = {"WIDE": F32, "ACCUM_DTYPE": accum, "GRAD_DTYPE": grad}
     return triton_scatter.scatter_kernel, constants | {"ALIGNED": True, "BLOCK": triton_scatter.WIDEST}
@@ -100,11 +107,13 @@ CASES = {
     **steps("fp16 by chance", F16, STOCHASTIC, ["with the last add"]),
     "step fp64 with the last add, amsgrad": step(F64, F64, F64, True, True, amsgrad=True),
     "sums of squares": add_up(),
+    "count updates": count_updates(),
     "scatter fp32": scatter(F32, F32),
     "scatter bf16 into fp32": scatter(BF16, F32),
 }
 POINTERS = {"rows": "*i64", "blocks": "*i32", "partials": "*fp64", "order": "*i64", "ends": "*i64",
-            "width": "i32", "parts": "i32", "skip": "i32"}  # fmt: skip
+            "width": "i32", "parts": "i32", "skip": "i32", "table": "*i64", "numbers": "*fp64", "counts": "*fp64",
+            "narrow": "*fp32", "wide": "*fp64", "count": "i32"}  # fmt: skip
 PAIRS = [pytest.param(case, target, id=f"{target}, {case}") for target in TARGETS for case in CASES]
 
 
@@ -117,7 +126,8 @@ def compiled(case: str, target: str):
         tensors = {"accum": constants["ACCUM_DTYPE"], "grad": constants["GRAD_DTYPE"]}
     signature |= {name: f"*{dtype.name}" for name, dtype in tensors.items() if name in signature}
     threads = kernels.THREADS * (2 if kernel is kernels.squares_kernel else 1)
-    options = {"num_warps": threads // TARGETS[target].warp_size, "enable_fp_fusion": False}
+    warps = 1 if kernel is triton_counts.count_kernel else threads // TARGETS[target].warp_size
+    options = {"num_warps": warps, "enable_fp_fusion": False}
     if kernel is kernels.adamw_kernel and TARGETS[target].backend == "cuda":
         options["maxnreg"] = kernels.REGISTERS
     return triton.compile(ASTSource(kernel, signature, constants), target=TARGETS[target], options=options)
@@ -153,7 +163,7 @@ def pieces(dtypes) -> int:
 def traffic(case: str):
     """The dtypes of the tensors a kernel must read and of those it must write, in a full block."""
     kernel, c = CASES[case]
-    if kernel is kernels.squares_kernel:
+    if kernel in (kernels.squares_kernel, triton_counts.count_kernel):
         return [], []
     if kernel is triton_scatter.scatter_kernel:
         return [c["ACCUM_DTYPE"], *[c["GRAD_DTYPE"]] * triton_scatter.AT_ONCE.value], [c["ACCUM_DTYPE"]]
@@ -204,11 +214,14 @@ def test_rounding_is_written_out(case, target):
     each, suffix = (4, "f64") if c.get("WIDE") == F64 else (8, "f32")
     paths = 2  # full blocks and the tail
     fmas = int(c.get("HAS_GRAD", False) and c.get("HAS_ACCUM", False))
-    quotients = int(kernel is kernels.adamw_kernel)
+    quotients = roots = int(kernel is kernels.adamw_kernel)
     fmas += 4 * quotients
+    if kernel is triton_counts.count_kernel:  # two powers, each of two products
+        each, paths, suffix, fmas, quotients, roots = 1, 1, "f64", 4, 2, 1
     pairs = ptx.count("fma.rn.f32x2")  # Blackwell's: two elements in one instruction
     assert ptx.count(f"fma.rn.{suffix}") + pairs == fmas * each * paths
-    assert ptx.count(f"div.rn.{suffix}") == ptx.count(f"sqrt.rn.{suffix}") == quotients * each * paths
+    assert ptx.count(f"div.rn.{suffix}") == quotients * each * paths
+    assert ptx.count(f"sqrt.rn.{suffix}") == roots * each * paths
     assert not re.findall(r"\w+\.approx\S*|div\.full\S*|\S*\.ftz\S*|mad\.f\S*", ptx)
 
 

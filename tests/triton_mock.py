@@ -64,9 +64,9 @@ class MockDriver:
     @staticmethod
     def forget_kernels() -> None:
         """What was compiled is kept per device number, whatever driver it was for, and is unloaded by the driver."""
-        from fused_accum.backends import triton_kernels, triton_scatter
+        from fused_accum.backends import triton_counts, triton_kernels, triton_scatter
 
-        for module in (triton_kernels, triton_scatter):
+        for module in (triton_counts, triton_kernels, triton_scatter):
             for function in vars(module).values():
                 if isinstance(function, triton.JITFunction):
                     function.device_caches.clear()

@@ -16,8 +16,9 @@ class Backend:
 
     name: str
     bucket_type: type[Bucket] = Bucket
-    skips_on_device = False  # whether an update obeys ``Factors.skip``, so that the host need not know
-    scales_on_device = False  # whether its buckets take a micro-batch's factor as a float64 tensor on their device
+    # Whether its buckets take a micro-batch's factor as a float64 tensor on their device, where 0 adds nothing, and
+    # count updates there, of parameters with a contribution and unless ``Factors.skip``: the host need not know.
+    decides_on_device = False
 
     def why_not(self, device: torch.device) -> str | None:
         """None when this backend works for tensors on ``device`` here, else the reason and the remedy."""

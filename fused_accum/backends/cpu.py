@@ -25,7 +25,7 @@ def executor() -> Any:
 class CpuBucket(NativeBucket):
     module = _C
 
-    def executor(self, steps: bool, factors: norms.Factors | None = None) -> Any:
+    def executor(self, steps: bool, factors: norms.Factors | None = None, counts: Tensor | None = None) -> Any:
         return executor()
 
 

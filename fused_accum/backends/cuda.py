@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import _native, norms
 from ..rows import Rows
-from ..state import Hyper, Options
+from ..state import Hyper
 from .base import Backend
 from .native import PLACE_TYPES, NativeBucket, accumulate_lists, adamw_lists
 
@@ -41,24 +41,25 @@ def current_stream(device: torch.device) -> Any:
 def executor(
     device: torch.device,
     slots: Tensor | None = None,
-    divisor: Tensor | None = None,
+    *,
     skip: Tensor | None = None,
     clip: Tensor | None = None,
+    counts: Tensor | None = None,
     squares: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Any:
     """What runs rows on ``device``, on its current stream.
 
-    Of a step: ``slots``, memory for its rows' scalars; ``divisor`` and ``skip``, one float32 each on the device:
-    what the coefficient is divided by, as a GradScaler's grad_scale; not 0 for no update, as its found_inf; ``clip``,
-    one float64, multiplies the coefficient. Where sums of squares are wanted: ``squares``, memory for them.
-    ``scale``: what the micro-batch is multiplied by instead of the call's scale, as ``device_scale`` makes it.
+    Of a step: ``slots``, memory for its rows' scalars; on the device ``skip``, one float32, not 0 for no update, as a
+    GradScaler's found_inf; ``clip``, one float64, multiplies the coefficient; ``counts``, a float64 per row, as
+    Rows.counts. Where sums of squares are wanted: ``squares``, memory for them. ``scale``: what the micro-batch is
+    multiplied by instead of the call's scale, as ``device_scale`` makes it.
     """
     stream = current_stream(device)
     handle = 0 if stream is None else stream.cuda_stream
     if slots is not None and stream is not None:
         slots.record_stream(stream)
-    factors = {"grad_scale": divisor, "found_inf": skip, "clip": clip, "scale": scale}
+    factors = {"found_inf": skip, "clip": clip, "counts": counts, "scale": scale}
     given = {name: t.data_ptr() for name, t in factors.items() if t is not None}
     for one, many, t in (("slots", "slot_count", slots), ("squares", "square_count", squares)):
         if t is not None:
@@ -90,15 +91,14 @@ class CudaBucket(NativeBucket):
     def stream(self) -> Any:
         return current_stream(self.device)
 
-    def executor(self, steps: bool, factors: norms.Factors | None = None) -> Any:
+    def executor(self, steps: bool, factors: norms.Factors | None = None, counts: Tensor | None = None) -> Any:
         if steps and self.slots is None:
             with torch.inference_mode(False):
                 self.slots = slots_for(len(self.params), self.device)
         if not steps:
             return executor(self.device, squares=self.room_for_squares(), scale=self.scale)
-        if factors is None:
-            return executor(self.device, self.slots, *self.factors, scale=self.scale)
-        return executor(self.device, self.slots, None, factors.skip, factors.clip, scale=self.scale)
+        known = {} if factors is None else factors._asdict()
+        return executor(self.device, self.slots, **known, counts=counts, scale=self.scale)
 
     def by_value(self, scale: float | Tensor) -> float:
         on_device = isinstance(scale, Tensor)
@@ -126,17 +126,6 @@ class CudaBucket(NativeBucket):
         super().release()
         self.scratch = self.scale = None
 
-    def reads_factors(self, grad_scale: Tensor | None, found_inf: Tensor) -> bool:
-        return all(
-            t is None or (t.device == self.device and t.dtype == torch.float32 and t.numel() == 1)
-            for t in (grad_scale, found_inf)
-        )
-
-    def complete(self, state: dict[str, Any], p: Tensor, group: dict[str, Any], options: Options) -> None:
-        super().complete(state, p, group, options)
-        with torch.inference_mode(False), torch.no_grad():
-            state["step"] = state["step"].to(self.device)
-
 
 @cache
 def _why_not(index: int) -> str | None:
@@ -146,8 +135,7 @@ def _why_not(index: int) -> str | None:
 class Cuda(Backend):
     name = "cuda"
     bucket_type = CudaBucket
-    scales_on_device = True
-    skips_on_device = True
+    decides_on_device = True
 
     def why_not(self, device: torch.device) -> str | None:
         if _C is None:

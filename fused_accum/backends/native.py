@@ -31,8 +31,8 @@ class NativeBucket(Bucket):
         """Where the tensors are, as DLPack names it."""
         return self.module.Place(PLACE_TYPES[self.device.type], self.device.index or 0)
 
-    def executor(self, steps: bool, factors: norms.Factors | None = None) -> Any:
-        """What runs the rows of the coming call, a step or an accumulation."""
+    def executor(self, steps: bool, factors: norms.Factors | None = None, counts: Tensor | None = None) -> Any:
+        """What runs the rows of the coming call, a step or an accumulation; ``counts``: as Rows'."""
         raise NotImplementedError
 
     def native_hyper(self, hyper: Hyper, group: dict[str, Any]) -> Any:
@@ -56,7 +56,6 @@ class NativeBucket(Bucket):
         self.table.accept(torch.nn.Parameter)
         self.inference = any(p.is_inference() for p in self.params)
         self.all_squares = self.new_squares() if self.options.measures else None
-        self.chosen: tuple[list[int], Tensor] = ([], torch.empty(0, dtype=torch.int64))
 
     def collect(self, buffers: bool) -> int:
         if self.inference:
@@ -81,11 +80,15 @@ class NativeBucket(Bucket):
                 p.grad = checks.plain_gradient(g)
         self.grads = None
 
-    def accumulate(self, scale: float) -> None:
+    def accumulate(self, scale: float | Tensor) -> None:
+        if self.counts is not None or isinstance(scale, Tensor):
+            self.count(self.table.gradients(), scale)
         address, scale = 0 if self.all_squares is None else self.all_squares.data_ptr(), self.by_value(scale)
         self.table.accumulate(self.present, scale, self.executor(False), self.stream(), self.known, address)
 
-    def sum_up(self, scale: float) -> None:
+    def sum_up(self, scale: float | Tensor) -> None:
+        if self.counts is not None or isinstance(scale, Tensor):
+            self.count([i for i in self.table.gradients() if self.present[i]], scale)
         code, address = PARAMETER_DTYPES.index(self.options.accum_dtype), self.all_squares.data_ptr()
         scale = self.by_value(scale)
         self.measured = self.table.sum_up(
@@ -93,7 +96,7 @@ class NativeBucket(Bucket):
         )
         self.squares = self.those_measured(self.all_squares)
 
-    def measure_gradients(self, scale: float) -> None:
+    def measure_gradients(self, scale: float | Tensor) -> None:
         code, squares = PARAMETER_DTYPES.index(self.options.accum_dtype), self.new_squares()
         scale = self.by_value(scale)
         self.measured = self.table.measure_gradients(scale, code, self.executor(False), squares.data_ptr())
@@ -105,11 +108,7 @@ class NativeBucket(Bucket):
 
     def those_measured(self, squares: Tensor) -> Tensor:
         """The entries of ``squares`` for the rows ``measured``, copied; nothing waits for a device."""
-        if self.measured != self.chosen[0]:
-            on_gpu = self.device.type == "cuda"
-            rows = torch.tensor(self.measured, dtype=torch.int64, pin_memory=on_gpu)
-            self.chosen = (self.measured, rows.to(self.device, non_blocking=True))
-        return squares.index_select(0, self.chosen[1])
+        return squares.index_select(0, self.places(self.measured))
 
     def prepare(self, state: dict, groups: Sequence[dict[str, Any]], hypers: Sequence[Hyper]) -> None:
         self.native_hypers = [self.native_hyper(hyper, group) for hyper, group in zip(hypers, groups)]
@@ -124,15 +123,15 @@ class NativeBucket(Bucket):
         self,
         state: dict,
         hypers: Sequence[Hyper],
-        scale: float,
+        scale: float | Tensor,
         coefficient: float,
         factors: norms.Factors | None = None,
     ) -> None:
         code, scale = PARAMETER_DTYPES.index(self.options.accum_dtype), self.by_value(scale)
         present = bytes(self.present)
-        self.table.step(
-            self.native_hypers, self.present, code, scale, coefficient, self.executor(True, factors), self.stream()
-        )
+        counts = None if self.counts is None else self.counted(self.table.stepping())
+        executor = self.executor(True, factors, counts)
+        self.table.step(self.native_hypers, self.present, code, scale, coefficient, executor, self.stream())
         self.consumed(present)
 
     def step_row(self, i: int, state: dict, groups: Sequence[dict[str, Any]], coefficient: float) -> None:

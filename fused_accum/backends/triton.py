@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..buckets import BY_GRAD, Bucket
+from ..buckets import Bucket
+from ..buffers import BY_GRAD
 from . import triton_probe
 from .base import Backend, Rows, refuse_outside
 from .triton_batch import (
@@ -29,7 +30,8 @@ from .triton_batch import (
     in_line,
     overlap,
 )
-from .triton_tables import Recent, ScalarRows, block_map, current_stream, device_table, upload
+from .triton_prologue import Prologue
+from .triton_tables import Recent, block_map, current_stream, device_table, upload
 
 
 @cache
@@ -120,7 +122,7 @@ class TritonBucket(Bucket):
     def address(self, place: int) -> int:
         return self.all_squares.data_ptr() + 8 * place
 
-    def add(self, rows: Sequence[int], scale: float) -> None:
+    def add(self, rows: Sequence[int], scale: float | Tensor) -> None:
         if not self.options.measures:
             super().add(rows, scale)
             return
@@ -132,7 +134,7 @@ class TritonBucket(Bucket):
         for i in rows:
             self.known[i] = 1
 
-    def measure(self, rows: Sequence[int], grads: Sequence[Tensor | None], scale: float) -> Tensor:
+    def measure(self, rows: Sequence[int], grads: Sequence[Tensor | None], scale: float | Tensor) -> Tensor:
         places = []
         unseen: list[tuple[Tensor, Tensor | None, Tensor | None, torch.dtype, int]] = []
         for i, g in zip(rows, grads):
@@ -152,11 +154,13 @@ class TritonBucket(Bucket):
 class Triton(Backend):
     name = "triton"
     bucket_type = TritonBucket
+    decides_on_device = True
 
     def __init__(self) -> None:
         self.tables = Recent(32)
         self.block_maps = Recent(8)
         self.scales = Recent(32)
+        self.prologue = Prologue()
         self.places = Recent(8)
 
     def why_not(self, device: torch.device) -> str | None:
@@ -178,10 +182,11 @@ class Triton(Backend):
         accums: Sequence[Tensor],
         grads: Sequence[Tensor],
         first: Sequence[bool],
-        scale: float,
+        scale: float | Tensor,
         squares: Sequence[int] | None = None,
     ) -> None:
-        """As Backend; ``squares``: addresses of float64 for the sums of squares of what is in the buffers then."""
+        """As Backend, with a ``scale`` on the device too, where 0 adds nothing; ``squares``: addresses of float64 for
+        the sums of squares of what is in the buffers then."""
         if not accums:
             return
         batch = Batch()
@@ -193,7 +198,7 @@ class Triton(Backend):
     def measure(
         self,
         rows: Sequence[tuple[Tensor, Tensor | None, Tensor | None, torch.dtype, int]],
-        scale: float,
+        scale: float | Tensor,
         device: torch.device,
     ) -> None:
         """Sums of squares of buffers, or of what gradients would begin there: (parameter, buffer or None, gradient or
@@ -232,7 +237,7 @@ class Triton(Backend):
 
         return t.index_select(0, self.places.get((*places, t.device, current_stream(t.device)), make))
 
-    def _launch_sums(self, batch: Batch, scale: float, device: torch.device) -> None:
+    def _launch_sums(self, batch: Batch, scale: float | Tensor, device: torch.device) -> None:
         with on(device):
             for launch in self._launches(batch, device):
                 factor = self._scale(scale, launch.constants[0], device)
@@ -244,9 +249,13 @@ class Triton(Backend):
                 launch.add_up(partials)
             batch.finish()
 
-    def _scale(self, scale: float, wide: torch.dtype, device: torch.device) -> Tensor:
+    def _scale(self, scale: float | Tensor, wide: torch.dtype, device: torch.device) -> Tensor:
+        """As accumulate_kernel reads it."""
+        if isinstance(scale, Tensor):
+            return torch.stack((scale, (scale == 0).double())).to(wide)
+
         def make() -> Tensor:
-            return upload(torch.tensor([scale], dtype=torch.float64).to(wide), device)
+            return upload(torch.tensor([scale, 0.0], dtype=torch.float64).to(wide), device)
 
         return self.scales.get((scale, wide, device, current_stream(device)), make)
 
@@ -255,20 +264,18 @@ class Triton(Backend):
         if not rows.params:
             return
         device = rows.params[0].device
-        steps = torch._foreach_add(rows.steps, 1)
         every = range(len(rows.params))
         # Parameters that share memory are updated one after the other, as torch does.
         turns = [[i] for i in every] if overlap(rows.params) else [every]
         with on(device):
+            scalars = self.prologue.count(rows, device)
             for turn in turns:
-                batch, scalars = Batch(), ScalarRows(device, rows.factors)
+                batch = Batch()
                 for i in turn:
-                    at = scalars.add(rows.groups[i], float(steps[i]), rows)
-                    add_update(batch, rows, i, at)
+                    add_update(batch, rows, i, i)
                 for launch in self._launches(batch, device):
-                    launch.run(kernels().adamw_kernel, scalars.on_device(launch.constants[0]), **bound())
+                    launch.run(kernels().adamw_kernel, scalars[launch.constants[0]], **bound())
                 batch.finish()
-        torch._foreach_copy_(rows.steps, steps)
 
     def _launches(self, batch: Batch, device: torch.device) -> Iterator[Launch]:
         """One for every set of constants in ``batch``."""

@@ -1,8 +1,8 @@
 """Triton kernels: the math of csrc/adamw_math.h, rounding for rounding, over tables of pointers in device memory.
 
-``scalars`` holds what STEP_SCALARS counts for every (group, t), in the dtype of the arithmetic, device memory as the
-table of rows (triton_access.py). The kernels never contract: they are launched with enable_fp_fusion=False, and every
-fma is written out.
+``scalars`` holds what count_kernel (triton_counts.py) has made for every row, in the dtype of the arithmetic, device
+memory as the table of rows (triton_access.py). The kernels never contract: they are launched with
+enable_fp_fusion=False, and every fma is written out.
 """
 
 # ruff: noqa: SIM109, SIM300  (upper-case parameters are not constants; Triton knows no `in`)
@@ -32,6 +32,7 @@ from .triton_access import (
     round_to,
     store,
 )
+from .triton_counts import STEP_SCALARS
 from .triton_weights import (
     FP32_MASTER,
     SPLIT_MASTER,
@@ -44,12 +45,8 @@ from .triton_weights import (
 )
 
 __all__ = [
-    "CHUNK", "REGISTERS", "STEP_SCALARS", "THREADS", "accumulate_kernel", "adamw_kernel", "block_of",
-    "squares_kernel",
+    "CHUNK", "REGISTERS", "THREADS", "accumulate_kernel", "adamw_kernel", "block_of", "squares_kernel",
 ]  # fmt: skip
-
-# Values of struct StepScalars, in its order, then the lower and the upper 16 bits of the number of the update.
-STEP_SCALARS: tl.constexpr = tl.constexpr(12)
 
 CHUNK = 4096  # sums of squares that a program adds up at a time
 REGISTERS = 128  # of a thread that updates, at most; told nothing, ptxas used more, and for one GPU spilled some
@@ -85,7 +82,7 @@ def sum_of_squares(x, BLOCK: tl.constexpr):
 
 @triton.jit
 def accumulate_block(
-    rows, start, rest, scale, partial,
+    rows, start, rest, scale, nothing, partial,
     WIDE: tl.constexpr, GRAD_DTYPE: tl.constexpr, ACCUM_DTYPE: tl.constexpr, HAS_GRAD: tl.constexpr,
     HAS_ACCUM: tl.constexpr, STORES: tl.constexpr, SQUARED: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
@@ -95,9 +92,10 @@ def accumulate_block(
     if HAS_GRAD:
         grad = load(place(rows, GRAD, start, GRAD_DTYPE, ALIGNED), rest, GRAD_DTYPE, WIDE, FULL, BLOCK)
         if HAS_ACCUM:
-            total = tl.fma(scale, grad, load(accum_at, rest, ACCUM_DTYPE, WIDE, FULL, BLOCK))
+            total = load(accum_at, rest, ACCUM_DTYPE, WIDE, FULL, BLOCK)
+            total = tl.where(nothing, total, tl.fma(scale, grad, total))
         else:
-            total = scale * grad
+            total = tl.where(nothing, 0.0, scale * grad)
     else:
         total = load(accum_at, rest, ACCUM_DTYPE, WIDE, FULL, BLOCK)
     if STORES:
@@ -114,21 +112,23 @@ def accumulate_kernel(
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``accum + scale*grad``, without HAS_ACCUM ``scale*grad``, without HAS_GRAD ``accum``; ``scalars`` holds the one
-    scale. With STORES it becomes the buffer, with SQUARED its sum of squares goes to ``partials``, by program."""
+    scale, and whether it adds nothing, not even NaN. With STORES it becomes the buffer, with SQUARED its sum of
+    squares goes to ``partials``, by program."""
     block = tl.program_id(0).to(tl.int64)
     rows += tl.load(blocks + block).to(tl.int64) * COLUMNS
     start = (block - tl.load(rows + FIRST_BLOCK)) * BLOCK
     rest = tl.load(rows + NUMEL) - start
     scale = tl.load(scalars)
+    nothing = tl.load(scalars + 1) != 0
     if rest >= BLOCK:
         accumulate_block(
-            rows, start, rest, scale, partials + block, WIDE, GRAD_DTYPE, ACCUM_DTYPE, HAS_GRAD, HAS_ACCUM, STORES,
-            SQUARED, ALIGNED, True, BLOCK,
+            rows, start, rest, scale, nothing, partials + block, WIDE, GRAD_DTYPE, ACCUM_DTYPE, HAS_GRAD, HAS_ACCUM,
+            STORES, SQUARED, ALIGNED, True, BLOCK,
         )  # fmt: skip
     else:
         accumulate_block(
-            rows, start, rest, scale, partials + block, WIDE, GRAD_DTYPE, ACCUM_DTYPE, HAS_GRAD, HAS_ACCUM, STORES,
-            SQUARED, ALIGNED, False, BLOCK,
+            rows, start, rest, scale, nothing, partials + block, WIDE, GRAD_DTYPE, ACCUM_DTYPE, HAS_GRAD, HAS_ACCUM,
+            STORES, SQUARED, ALIGNED, False, BLOCK,
         )  # fmt: skip
 
 
@@ -164,6 +164,7 @@ def adamw_block(
     minus_step_size = tl.load(scalars + 7)
     inverse_sqrt_bias_correction2 = tl.load(scalars + 8)
     eps = tl.load(scalars + 9)
+    ignores_grad = tl.load(scalars + 13) != 0
 
     # All loads before any arithmetic: the more are under way at once, the better.
     if HAS_ACCUM:
@@ -187,7 +188,7 @@ def adamw_block(
 
     if HAS_GRAD:
         if HAS_ACCUM:
-            total = tl.fma(scale, contribution, total)
+            total = tl.where(ignores_grad, total, tl.fma(scale, contribution, total))
         else:
             total = scale * contribution
         total = round_to(total, ACCUM_DTYPE, WIDE)
@@ -233,13 +234,18 @@ def adamw_kernel(
     HAS_GRAD: tl.constexpr, HAS_ACCUM: tl.constexpr, AMSGRAD: tl.constexpr, WEIGHTS: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One AdamW update of every row, from its gradient, its buffer, or both; buffers that were read become zero."""
+    """One AdamW update of every row, from its gradient, its buffer, or both, unless its scalars say that it is
+    dropped; buffers become zero."""
     block = tl.program_id(0).to(tl.int64)
     rows += tl.load(blocks + block).to(tl.int64) * COLUMNS
     start = (block - tl.load(rows + FIRST_BLOCK)) * BLOCK
     rest = tl.load(rows + NUMEL) - start
     scalars += tl.load(rows + SCALARS) * STEP_SCALARS
-    if rest >= BLOCK:
+    if tl.load(scalars + 12) != 0:
+        if HAS_ACCUM:
+            accum_at = place(rows, ACCUM, start, ACCUM_DTYPE, ALIGNED)
+            store(accum_at, rest, tl.full((BLOCK,), 0, WIDE), ACCUM_DTYPE, False, BLOCK)
+    elif rest >= BLOCK:
         adamw_block(
             rows, start, rest, scalars, WIDE, PARAM_DTYPE, GRAD_DTYPE, ACCUM_DTYPE, EXP_AVG_DTYPE,
             EXP_AVG_SQ_DTYPE, MAX_DTYPE, HAS_GRAD, HAS_ACCUM, AMSGRAD, WEIGHTS, ALIGNED, True, BLOCK,

@@ -140,6 +140,7 @@ void resume(Fiber* fiber) {
     fiber->context.uc_stack.ss_size = kStack - kGuard;
     fiber->context.uc_link = nullptr;
     makecontext(&fiber->context, fiber_main, 0);
+    fiber->context.uc_stack.ss_size = 0;  // of no more use, but to AddressSanitizer, which clears so much at every switch
   }
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(&machine.scheduler_fake_stack, bottom, kStack - kGuard);

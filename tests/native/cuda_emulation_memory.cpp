@@ -24,7 +24,7 @@ struct Byte {
   Touch write, reads[2];  // the last reads of two different threads
 };
 
-constexpr size_t kPage = 4096;
+constexpr size_t kPage = 4096, kMostPages = 1000;
 using Page = std::array<Byte, kPage>;
 
 // A bit for every element, in memory that is only taken where bits are set.
@@ -86,8 +86,9 @@ std::string report(uintptr_t address, const char* first, const Touch& before, co
 
 void check_races(uintptr_t address, size_t bytes, Access access) {
   const Touch now{recorder.launch, blockIdx.x, threadIdx.x, recorder.epoch};
+  Byte* const first = &byte_at(address);  // an aligned access stays in its page
   for (uintptr_t at = address; at < address + bytes; ++at) {
-    Byte& byte = byte_at(at);
+    Byte& byte = first[at - address];
     if (access == Access::read) {
       if (collide(byte.write, now)) fail(report(at, "written", byte.write, "read", now));
       if (collide(byte.reads[0], now)) byte.reads[1] = byte.reads[0];
@@ -131,6 +132,7 @@ bool note(const void* pointer, size_t bytes, Access access) {
 void launch_begins(const char* kernel) {
   recorder.kernel = kernel;
   ++recorder.launch;
+  if (recorder.pages.size() > kMostPages) recorder.pages.clear();  // of launches that are over
 }
 
 void block_begins() { ++recorder.epoch; }
