@@ -17,8 +17,8 @@ Environment variables, all optional:
     FUSED_ACCUM_FORCE_CPP  1: a missing or failing compiler fails the installation
     NVCC                   the CUDA compiler, with arguments if any
     NVCCFLAGS              appended to every compilation by it
-    FUSED_ACCUM_CUDA_ARCHS compute capabilities to compile for ("80,90"; the lowest also as PTX), or "none" for no
-                           CUDA; default: those of 80,86,89,90,100,120 that nvcc knows
+    FUSED_ACCUM_CUDA_ARCHS compute capabilities to compile for ("80,90"; the lowest and the newest also as PTX), or
+                           "none" for no CUDA; default: those of 80,86,89,90,100,120 that nvcc knows
     FUSED_ACCUM_FORCE_CUDA 1: a missing or failing nvcc fails the installation
 """
 
@@ -57,6 +57,9 @@ CUDA_ARCHS = ("80", "86", "89", "90", "100", "120")
 OLDEST_NVCC = (12, 1)  # from which on a kernel takes 32764 bytes of parameters
 
 SHARED = "shared.cpp"  # both modules link it; what it includes is not compiled on its own
+# Called once per call of Python's, and most of what they are made of is pybind11: it compiles faster so.
+BINDINGS = ("bindings.cpp", "cuda_bindings.cpp")
+BINDINGS_FLAGS = ("-O1",)
 
 # This one file is compiled once per instruction set; the module picks at run time.
 KERNELS = "cpu_kernels.cpp"
@@ -213,14 +216,15 @@ class Nvcc:
         ).stdout
 
     def flags(self) -> list[str]:
-        """One PTX of the lowest architecture serves all: to make it takes longest, and no kernel needs more of a GPU.
-        It is kept for the GPUs not named, newer ones too. What a suffix makes special ("90a") is compiled on its own.
+        """One PTX, of the lowest architecture, serves all but the newest, which has its own: to make a PTX takes as
+        long as the machine code of two or three, and no kernel needs more of a GPU. Both are kept: the newest for
+        GPUs newer still, the lowest for those in between. What a suffix makes special ("90a") is compiled on its own.
         """
         plain = sorted((arch for arch in self.archs if arch.isdigit()), key=int)
         codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs if arch not in plain]
-        if plain:
-            real = ",".join(f"sm_{arch}" for arch in plain)
-            codes.append(f"-gencode=arch=compute_{plain[0]},code=[{real},compute_{plain[0]}]")
+        for archs in filter(None, (plain[:-1], plain[-1:])):
+            kept = f"compute_{archs[0]}"
+            codes.append(f"-gencode=arch={kept},code=[{','.join(f'sm_{arch}' for arch in archs)},{kept}]")
         return [*NVCC_FLAGS, *codes, f"--threads={min(os.cpu_count() or 1, len(self.archs))}"]
 
 
@@ -234,21 +238,27 @@ def cpu_units(compiler: Compiler) -> list[Unit]:
         if source.name in included:
             continue
         if source.name == KERNELS:
-            for isa, flags in {"baseline": (), **isas}.items():
+            for isa, flags in {**isas, "baseline": ()}.items():
                 found.append(Unit(f"{source.stem}_{isa}.o", source, "cxx", (f"-DFA_ISA={isa}", *flags)))
         elif not source.name.startswith("cuda_"):
-            found.append(Unit(f"{source.stem}.o", source, "cxx", () if source == shared else have))
+            own = BINDINGS_FLAGS if source.name in BINDINGS else ()
+            found.append(Unit(f"{source.stem}.o", source, "cxx", () if source == shared else (*have, *own)))
     if not found:
         raise CannotBuild(f"{CSRC} holds no C++ sources", "use a complete source distribution or clone")
-    return found
+    # What takes longest first. shared.cpp before the bindings, whose copies of inline functions are slower.
+    return sorted(found, key=lambda unit: (unit.source != shared, unit.source.name not in (*BINDINGS, KERNELS)))
 
 
 def cuda_units(nvcc: Nvcc) -> list[Unit]:
     host = ("-isystem", *nvcc.includes, f'-DFA_CUDA_ARCHS="{",".join(nvcc.archs)}"')
-    found = [Unit(f"{path.stem}.cu.o", path, "nvcc", ()) for path in sorted(CSRC.glob("cuda_*.cu"))]
-    if not found:
+    kernels = sorted(CSRC.glob("cuda_*.cu"), key=lambda path: path.stat().st_size, reverse=True)  # the longest first
+    if not kernels:
         raise CannotBuild(f"{CSRC} holds no CUDA sources", "use a complete source distribution or clone")
-    return found + [Unit(f"{path.stem}.o", path, "cxx", host) for path in sorted(CSRC.glob("cuda_*.cpp"))]
+    found = [Unit(f"{path.stem}.cu.o", path, "nvcc", ()) for path in kernels]
+    for path in sorted(CSRC.glob("cuda_*.cpp")):
+        own = BINDINGS_FLAGS if path.name in BINDINGS else ()
+        found.append(Unit(f"{path.stem}.o", path, "cxx", (*host, *own)))
+    return found
 
 
 def write_ninja(folder: Path, compiler: Compiler, nvcc: Nvcc | None, targets: dict[str, Path]) -> None:
@@ -302,10 +312,11 @@ def write_ninja(folder: Path, compiler: Compiler, nvcc: Nvcc | None, targets: di
                 made += ninja.build(unit.name, unit.rule, source, variables={"flags": command(*unit.flags)})
             return made
 
+        cuda = objects(cuda_units(nvcc)) if nvcc else []  # ninja starts with these
         cpu = objects(cpu_units(compiler))
         ninja.build(os.path.relpath(targets["_C"], folder), "link", cpu)
         if nvcc:
-            own = objects(cuda_units(nvcc)) + [name for name in cpu if name == SHARED.replace(".cpp", ".o")]
+            own = [name for name in cpu if name == SHARED.replace(".cpp", ".o")] + cuda
             static = {"libraries": command(nvcc.cudart, "-lrt")}
             ninja.build(os.path.relpath(targets["_C_cuda"], folder), "link", own, variables=static)
 
@@ -315,19 +326,26 @@ class NinjaBuild(build_ext):
 
     def run(self):
         targets = {e.name.rpartition(".")[2]: Path(self.get_ext_fullpath(e.name)).resolve() for e in self.extensions}
-        compiler = nvcc = None
+        compiler = nvcc = no_cuda = None
+        try:
+            nvcc = Nvcc.find()
+            cuda_units(nvcc)
+        except CannotBuild as error:
+            nvcc, no_cuda = None, error
         with self.optional(targets["_C"], "_build_failure.json", "FUSED_ACCUM_FORCE_CPP", "native code"):
             if sys.platform == "win32":
                 raise CannotBuild("native code does not build on Windows", "use WSL")
             compiler = Compiler.find()
-            write_ninja(self.folder(), compiler, None, targets)
-            self.ninja(targets["_C"], "the C++ sources did not compile")
+            write_ninja(self.folder(), compiler, nvcc, targets)
+            if nvcc:  # both together, so that no core waits; what fails is done again below, where it has its name
+                print(self.ninja("-k0", *targets.values()).stdout, flush=True)
+            self.make(targets["_C"], "the C++ sources did not compile")
         with self.optional(targets["_C_cuda"], "_cuda_build_failure.json", "FUSED_ACCUM_FORCE_CUDA", "CUDA"):
             if compiler is None:
                 raise CannotBuild("there is no C++ compiler", "see to that first")
-            nvcc = Nvcc.find()
-            write_ninja(self.folder(), compiler, nvcc, targets)
-            self.ninja(targets["_C_cuda"], "the CUDA sources did not compile")
+            if no_cuda:
+                raise no_cuda
+            self.make(targets["_C_cuda"], "the CUDA sources did not compile")
 
     @contextmanager
     def optional(self, target: Path, note_name: str, force: str, what: str) -> Iterator[None]:
@@ -352,15 +370,18 @@ class NinjaBuild(build_ext):
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def ninja(self, target: Path, failure: str) -> None:
+    def ninja(self, *words: str | Path) -> subprocess.CompletedProcess:
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-        # ninja shows a failed compiler's words on stdout.
-        done = subprocess.run(
-            [sys.executable, "-m", "ninja", "-C", str(self.folder()), *jobs, os.path.relpath(target, self.folder())],
+        relative = [os.path.relpath(word, self.folder()) if isinstance(word, Path) else word for word in words]
+        return subprocess.run(
+            [sys.executable, "-m", "ninja", "-C", str(self.folder()), *jobs, *relative],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, check=False,
         )  # fmt: skip
-        print(done.stdout, flush=True)
+
+    def make(self, target: Path, failure: str) -> None:
+        done = self.ninja(target)
+        print(done.stdout, flush=True)  # a failed compiler's words too
         if done.returncode:
             raise CannotBuild(failure, "repair that", done.stdout.strip())
 

@@ -1,6 +1,7 @@
 // Ways to a row's memory, for the kernels alone: how tensors are stored, what a block and a thread work on.
 #pragma once
 
+#include <limits>
 #include <type_traits>
 
 #include "cuda_check.h"
@@ -191,6 +192,9 @@ struct Scale {
   }
 };
 
+// For a largest second moment of rows without amsgrad: adamw_update<true> then has the bits of adamw_update<false>.
+template <class T> constexpr T kBelowAll = -std::numeric_limits<T>::infinity();
+
 // Rounds a sum to what a buffer of `dtype` would give back.
 template <class T>
 __device__ __forceinline__ T rounded_to(DType dtype, T x) {
@@ -202,14 +206,14 @@ __device__ __forceinline__ T rounded_to(DType dtype, T x) {
   }
 }
 
-// Where the host picks a kernel: calls f with `flag` as a type.
-template <class F>
-void with_flag(bool flag, F f) {
-  if (flag) f(std::true_type());
-  else f(std::false_type());
-}
+// Stands for T where the host picks a kernel.
+template <class T>
+struct Named {
+  using type = T;
+};
 
-// Rare dtypes have no kernels for small tables: they would take as long to compile and be as large as all others.
+// Of dtypes that are rare, or known at launch alone, there are few kernels, and none for small tables: more would take
+// as long to compile and be as large as all others.
 template <class Storage> constexpr bool kCommon = true;
 template <> constexpr bool kCommon<AsLaunched> = false;
 template <> constexpr bool kCommon<As<double>> = false;

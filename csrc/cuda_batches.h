@@ -2,11 +2,13 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <vector>
 
 #include "cuda_kernels.h"
+#include "kernels.h"
 
 namespace fa {
 namespace {

@@ -1,20 +1,17 @@
-// Every CUDA call is checked; an error throws, with the expression and its place.
+// Every CUDA call is checked; an error throws std::runtime_error, with the expression and its place.
 #pragma once
-
-#include <stdexcept>
-#include <string>
 
 #include "cuda_port.h"
 
 namespace fa {
 
-inline void throw_unless_success(cudaError_t error, const char* expression, const char* file, int line) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // or the check of the next launch would find this one
-  throw std::runtime_error(std::string(cudaGetErrorName(error)) + " (" + cudaGetErrorString(error) + ") from " +
-                           expression + " at " + file + ":" + std::to_string(line));
-}
+[[noreturn]] void throw_cuda_error(cudaError_t error, const char* expression, const char* file, int line);
 
 }  // namespace fa
 
-#define FA_CUDA_CHECK(expression) ::fa::throw_unless_success((expression), #expression, __FILE__, __LINE__)
+#define FA_CUDA_CHECK(expression)                                                      \
+  do {                                                                                 \
+    if (const cudaError_t error = (expression)) {                                      \
+      ::fa::throw_cuda_error(error, #expression, __FILE__, __LINE__);                  \
+    }                                                                                  \
+  } while (false)

@@ -4,13 +4,15 @@
 // its own copy. 32764 bytes of parameters (CUDA 12.1, compute capability 7.0) hold 450 rows: one launch for the few
 // hundred tensors of a model, found in the constant cache by bisection. Calls of few rows (step in backward: one)
 // use the small table, since all of a kernel's parameters are copied at every launch.
+//
+// What the kernels include has little of the standard library: nvcc reads it five times for every source.
 #pragma once
 
-#include <algorithm>
-#include <iterator>
+#include <cstring>
 
 #include "cuda_port.h"
-#include "kernels.h"
+#include "squares.h"
+#include "weights.h"
 
 namespace fa {
 
@@ -70,11 +72,11 @@ struct RowTable {
         amsgrad(other.amsgrad),
         seed(other.seed),
         squares(other.squares) {
-    std::copy(std::begin(other.dtypes), std::end(other.dtypes), dtypes);
-    std::copy_n(other.first_block, count, first_block);
-    std::copy_n(other.slot, count, slot);
-    std::copy_n(other.numel, count, numel);
-    std::copy_n(&other.data[0][0], count * kTensors, &data[0][0]);
+    std::memcpy(dtypes, other.dtypes, sizeof dtypes);
+    std::memcpy(first_block, other.first_block, size_t(count) * sizeof *first_block);
+    std::memcpy(slot, other.slot, size_t(count) * sizeof *slot);
+    std::memcpy(numel, other.numel, size_t(count) * sizeof *numel);
+    std::memcpy(data, other.data, size_t(count) * sizeof *data);
   }
 };
 using LargeTable = RowTable<454>;

@@ -1,6 +1,8 @@
 #include "cuda_launch.h"
 
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "cuda_batches.h"
 #include "cuda_check.h"
@@ -86,6 +88,12 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
 }
 
 }  // namespace
+
+void throw_cuda_error(cudaError_t error, const char* expression, const char* file, int line) {
+  cudaGetLastError();  // or the check of the next launch would find this one
+  throw std::runtime_error(std::string(cudaGetErrorName(error)) + " (" + cudaGetErrorString(error) + ") from " +
+                           expression + " at " + file + ":" + std::to_string(line));
+}
 
 CudaExecutor::CudaExecutor(int device, uint64_t stream, Scratch scratch, Factors factors)
     : device_(device), stream_(reinterpret_cast<cudaStream_t>(stream)), scratch_(scratch), factors_(factors) {}

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda_kernels.h"
+#include "kernels.h"
 
 namespace fa {
 

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) scatter_rows(const __grid_constant__
 template <class T, class G, class A, int kCount>
 void launch_pieces(const ScatterJob& job, cudaStream_t stream) {
   const int64_t blocks = (job.tokens * (job.width / kCount) + kThreads - 1) / kThreads;
-  launch(&scatter_rows<T, G, A, kCount>, job, unsigned(std::min(blocks, ScatterJob::kBlocks)), stream);
+  launch(&scatter_rows<T, G, A, kCount>, job, unsigned(blocks < ScatterJob::kBlocks ? blocks : ScatterJob::kBlocks), stream);
 }
 
 template <class T, class G, class A>

@@ -40,23 +40,41 @@ struct Places {
 };
 
 // Which tensors rows have, known when compiling.
-template <bool kGrad, bool kAccum, bool kAmsgrad>
+template <bool kGrad, bool kAccum>
 struct Known {
-  static constexpr bool kKept = false, has_grad = kGrad, has_accum = kAccum, amsgrad = kAmsgrad;
+  static constexpr bool kKeeps = false, kAmsgrad = false;  // possibly
+  static constexpr bool has_grad = kGrad, has_accum = kAccum, amsgrad = false, keeps = false;
 
   template <class Table> explicit __device__ Known(const Table&) {}
 };
 
-// The same as the launch says: one kernel for many, where the registers of all of them cost nothing. kKept_: parameters
-// keep more than their 16 bits.
-template <bool kKept_>
+// The same as the launch says: one kernel for many, where the registers of all of them cost nothing.
 struct AtLaunch {
-  static constexpr bool kKept = kKept_;
+  static constexpr bool kKeeps = false, kAmsgrad = true, keeps = false;
   const bool has_grad, has_accum, amsgrad;
 
   template <class Table>
   explicit __device__ AtLaunch(const Table& table)
       : has_grad(table.has_grad), has_accum(table.has_accum), amsgrad(table.amsgrad) {}
+};
+
+// As the launch says, but amsgrad for certain; parameters that for certain keep more than their 16 bits; or that may.
+struct Amsgrad : AtLaunch {
+  static constexpr bool amsgrad = true;
+
+  using AtLaunch::AtLaunch;
+};
+struct Keeps : AtLaunch {
+  static constexpr bool kKeeps = true, keeps = true;
+
+  using AtLaunch::AtLaunch;
+};
+struct MayKeep : AtLaunch {
+  static constexpr bool kKeeps = true;
+  const bool keeps;
+
+  template <class Table>
+  explicit __device__ MayKeep(const Table& table) : AtLaunch(table), keeps(table.weights != Weights::plain) {}
 };
 
 template <int kCount, class A>
@@ -79,41 +97,46 @@ __device__ __forceinline__ void step_piece(const How& how, const Where& at, DTyp
   KeptPiece<kCount> kept;
   if (how.has_accum) raw_a = A::template load<kCount>(at.accum, at.dtypes[kAccum]);
   if (how.has_grad) raw_g = P::template load<kCount>(at.grad, at.dtypes[kGrad]);
-  if constexpr (How::kKept) kept = keeping.load<kCount>(at.param, at.master);
+  if (how.keeps) kept = keeping.load<kCount>(at.param, at.master);
   else raw_p = P::template load<kCount>(at.param, at.dtypes[kParam]);
   raw_m = S::template load<kCount>(at.exp_avg, at.dtypes[kExpAvg]);
   raw_v = S::template load<kCount>(at.exp_avg_sq, at.dtypes[kExpAvgSq]);
   if (how.amsgrad) raw_v_max = S::template load<kCount>(at.max_exp_avg_sq, at.dtypes[kMaxExpAvgSq]);
 
-  T g[kCount] = {}, p[kCount], m[kCount], v[kCount], v_max[kCount] = {};
+  T g[kCount] = {}, p[kCount], m[kCount], v[kCount], v_max[kCount];
   if (how.has_accum) A::template decode<T, kCount>(raw_a, at.dtypes[kAccum], g);
   if (how.has_grad) {
     T x[kCount];
     P::template decode<T, kCount>(raw_g, at.dtypes[kGrad], x);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      if (!how.has_accum) g[j] = rounded_to(sum_dtype, first_contribution(s.scale, x[j]));
-      else if (!ignores_grad) g[j] = rounded_to(sum_dtype, add_contribution(g[j], s.scale, x[j]));
+      if (!how.has_accum) g[j] = first_contribution(s.scale, x[j]);
+      else if (!ignores_grad) g[j] = add_contribution(g[j], s.scale, x[j]);
     }
+    A::template decode<T, kCount>(A::template encode<T, kCount>(g, sum_dtype), sum_dtype, g);  // as a buffer rounds it
   }
-  if constexpr (How::kKept) keeping.decode(kept, p);
-  else P::template decode<T, kCount>(raw_p, at.dtypes[kParam], p);
+  if (!how.keeps) P::template decode<T, kCount>(raw_p, at.dtypes[kParam], p);
+  else if constexpr (How::kKeeps) keeping.decode(kept, p);
   S::template decode<T, kCount>(raw_m, at.dtypes[kExpAvg], m);
   S::template decode<T, kCount>(raw_v, at.dtypes[kExpAvgSq], v);
   if (how.amsgrad) {
     S::template decode<T, kCount>(raw_v_max, at.dtypes[kMaxExpAvgSq], v_max);
+  } else {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) adamw_update<true>(p[j], m[j], v[j], v_max[j], window_gradient(g[j], s), s);
+    for (int j = 0; j < kCount; ++j) v_max[j] = kBelowAll<T>;
+  }
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    adamw_update<How::kAmsgrad>(p[j], m[j], v[j], v_max[j], window_gradient(g[j], s), s);
+  }
+  if (how.amsgrad) {
     S::template store<kCount>(at.max_exp_avg_sq, S::template encode<T, kCount>(v_max, at.dtypes[kMaxExpAvgSq]),
                               at.dtypes[kMaxExpAvgSq]);
-  } else {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) adamw_update<false>(p[j], m[j], v[j], v_max[j], window_gradient(g[j], s), s);
   }
-  if constexpr (How::kKept) {
-    keeping.store(at.param, at.master, p, source, first);
-  } else {
+  if (!how.keeps) {
     P::template store<kCount>(at.param, P::template encode<T, kCount>(p, at.dtypes[kParam]), at.dtypes[kParam]);
+  } else if constexpr (How::kKeeps) {
+    keeping.store(at.param, at.master, p, source, first);
   }
   S::template store<kCount>(at.exp_avg, S::template encode<T, kCount>(m, at.dtypes[kExpAvg]), at.dtypes[kExpAvg]);
   S::template store<kCount>(at.exp_avg_sq, S::template encode<T, kCount>(v, at.dtypes[kExpAvgSq]),
@@ -131,9 +154,9 @@ __device__ __forceinline__ void clear_part(char* accum, DType dtype, int count) 
 // Blocks of a multiprocessor at least, which bounds a thread's registers: 4 to 64, 3 to 80, 2 to 128. Fewer threads are
 // enough where each has more bytes under way.
 template <class P, int kCount, class How> constexpr int kBlocksOfStep = 2;
-template <class P, int kCount, bool kGrad, bool kAccum, bool kAmsgrad>
-constexpr int kBlocksOfStep<P, kCount, Known<kGrad, kAccum, kAmsgrad>> =
-    kCommon<P> ? (kCount == 8 ? 3 : 4) - kAmsgrad : 2;
+template <class P, int kCount, bool kGrad, bool kAccum>
+constexpr int kBlocksOfStep<P, kCount, Known<kGrad, kAccum>> = kCount == 8 ? 3 : 4;
+template <class P, int kCount> constexpr int kBlocksOfStep<P, kCount, Amsgrad> = kCount == 8 ? 2 : 3;
 
 template <class T, class P, class A, class S, class How, class Table>
 __global__ void __launch_bounds__(kThreads, kBlocksOfStep<P, kWidestOf<P, A, S>, How>)
@@ -153,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfStep<P, kWidestOf<P, A, S>,
   const Keeping keeping{table.weights, std::is_same_v<P, As<bf16>> ? DType::bf16 : table.dtypes[kParam],
                         table.dtypes[kMaster]};
   Randomness source;
-  if (How::kKept) source = {table.seed, global_load(&slot.parameter), global_load(&slot.step)};
+  if (How::kKeeps) source = {table.seed, global_load(&slot.parameter), global_load(&slot.step)};
   const DType sum_dtype = sizeof(T) == 8 ? DType::f64 : A::kWidest == 4 ? DType::f32 : table.accum_dtype;
 
   constexpr int kCount = kWidestOf<P, A, S>;
@@ -175,11 +198,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfStep<P, kWidestOf<P, A, S>,
     rest.advance(kThreads);
   }
 }
-
-template <class T>
-struct Named {
-  using type = T;
-};
 
 // Calls f with the storages of parameter and gradient, buffer, state and the arithmetic's dtype that fit `key`.
 template <class F>
@@ -222,25 +240,22 @@ void launch_step(const KernelKey& key, const LargeTable& table, unsigned blocks,
     using T = decltype(wide);
     const auto step = [&](auto how) {
       using How = typename decltype(how)::type;
-      if constexpr (kCommon<P>) {
+      if constexpr (kCommon<P> && !std::is_same_v<How, Amsgrad>) {
         if (table.count <= SmallTable::kCapacity) {
           return launch(&step_rows<T, P, A, S, How, SmallTable>, SmallTable(table), blocks, stream);
         }
       }
       launch(&step_rows<T, P, A, S, How, LargeTable>, table, blocks, stream);
     };
-    constexpr bool at_launch = std::is_same_v<P, AsLaunched>;
-    if constexpr (at_launch || std::is_same_v<P, As<bf16>>) {
-      if (key.weights != Weights::plain) return step(Named<AtLaunch<true>>());
+    if constexpr (std::is_same_v<P, As<bf16>>) {
+      if (key.weights != Weights::plain) return step(Named<Keeps>());
     }
-    if constexpr (at_launch) {
-      step(Named<AtLaunch<false>>());
-    } else {
-      with_flag(key.amsgrad, [&](auto amsgrad) {
-        if (!key.has_accum) return step(Named<Known<true, false, amsgrad.value>>());
-        with_flag(key.has_grad, [&](auto grad) { step(Named<Known<grad.value, true, amsgrad.value>>()); });
-      });
-    }
+    if constexpr (std::is_same_v<P, AsLaunched>) step(Named<MayKeep>());
+    else if constexpr (!kCommon<P>) step(Named<AtLaunch>());
+    else if (key.amsgrad) step(Named<Amsgrad>());
+    else if (!key.has_accum) step(Named<Known<true, false>>());
+    else if (key.has_grad) step(Named<Known<true, true>>());
+    else step(Named<Known<false, true>>());
   });
 }
 

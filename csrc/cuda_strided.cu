@@ -98,14 +98,10 @@ __global__ void __launch_bounds__(kThreads) step_strided(const __grid_constant__
         if (kept) keeping.decode(keeping.load<1>(element.at(kParam), element.at(kMaster)), p);
       }
       if (!kept) p[0] = element.load<T>(kParam);
-      T v_max = row.amsgrad ? element.load<T>(kMaxExpAvgSq) : T(0);
+      T v_max = row.amsgrad ? element.load<T>(kMaxExpAvgSq) : kBelowAll<T>;
       const T g = window_gradient(sum, s);
-      if (row.amsgrad) {
-        adamw_update<true>(p[0], m, v, v_max, g, s);
-        element.store<T>(kMaxExpAvgSq, v_max);
-      } else {
-        adamw_update<false>(p[0], m, v, v_max, g, s);
-      }
+      adamw_update<true>(p[0], m, v, v_max, g, s);
+      if (row.amsgrad) element.store<T>(kMaxExpAvgSq, v_max);
       if constexpr (sizeof(T) == 4) {
         if (kept) keeping.store(element.at(kParam), element.at(kMaster), p, source, i);
       }

@@ -44,7 +44,7 @@ struct Keeping {
 
   template <int kCount>
   __device__ __forceinline__ KeptPiece<kCount> load(const char* params, const char* extras) const {
-    KeptPiece<kCount> piece;
+    KeptPiece<kCount> piece{};
     piece.param = load_pack<bf16, kCount>(params);
     if (weights != Weights::stochastic) piece.extra = AsLaunched::load<kCount>(extras, extra);
     return piece;

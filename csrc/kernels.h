@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "squares.h"
 #include "weights.h"
 
 namespace fa {
@@ -74,11 +75,6 @@ void cpu_measure(const Row* rows, int64_t count, double scale, int threads);
 
 // One AdamW update of every row from its grad, its accum, or both. Rows must not share memory that is written.
 void cpu_step(const Row* rows, int64_t count, int threads);
-
-// A row's sum of squares is that of its blocks' sums: block k goes into lane k % kSquaresLanes, in order, then halves of
-// the lanes are added to each other.
-constexpr int64_t kSquaresBlock = 1024;  // elements
-constexpr int kSquaresLanes = 256;
 
 // What one instruction set provides, on elements [begin, end) of one row.
 struct CpuKernels {
