@@ -104,6 +104,20 @@ def fidelity() -> str:
     )  # fmt: skip
 
 
+def modes() -> str:
+    """Whole training windows in every mode."""
+    found = rows("modes", "parameters", "tokens", "mode")
+    return table(
+        ["parameters", "tokens in a micro-batch", "mode", "faster than torch's", "95 % interval", "gradient memory"],
+        [
+            (f"{parameters / 1e6:.1f} M", tokens, mode, times(row["speedup"]),
+             "{0:.2f} to {2:.2f}".format(*row["speedup"]),
+             f"{row['gradient_bytes'] / row['torch_gradient_bytes']:.1f} of torch's")
+            for (parameters, tokens, mode), row in sorted(found.items(), key=lambda item: (-item[0][0], item[0][1]))
+        ],
+    )  # fmt: skip
+
+
 def pretrain() -> str:
     """Held-out loss of the main job as it goes."""
     found = rows("pretrain", "optimizer", "step")
@@ -161,6 +175,7 @@ TABLES = {
     "windows": windows,
     "overhead": overhead,
     "fidelity": fidelity,
+    "modes": modes,
     "pretrain": pretrain,
     "installs": installs,
     "torch suite": torch_suite,
