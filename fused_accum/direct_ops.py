@@ -8,8 +8,9 @@ from torch import Tensor
 
 # Of the weight's size: what a temporary of a product may have where the GEMM cannot write the buffer itself.
 SHARE = 8
-# Rows of a weight that a thread takes at a time in a forward over a wide one (a language model's head): a sixth to a
-# half faster than all at once at 64 to 1024 tokens, since what MKL repacks of the weight stays in the cache.
+# Rows of a weight that a thread takes at a time in a forward over a wide one (a language model's head), so that what
+# MKL repacks of it stays in the cache. 32000 rows of 512 with two threads, against all at once: 1.5, 1.1 and 1.2
+# times as fast at 64, 256 and 1024 tokens.
 ROWS_OF_A_THREAD = 512
 
 

@@ -40,6 +40,11 @@ def checked_skip_nonfinite(value: Any) -> str | None:
     return value
 
 
+def there(number: float | Tensor, device: torch.device) -> float | Tensor:
+    """``number`` on ``device``, which nothing waits for."""
+    return number.to(device, non_blocking=True) if isinstance(number, Tensor) else number
+
+
 class Factors(NamedTuple):
     """What a step on a device is told without waiting for it; None: nothing.
 
@@ -96,7 +101,7 @@ class Norms:
         if self.value is not None:
             return torch.tensor(self.value, dtype=torch.float64, device=device)
         sums = [squares.sum().to(device, non_blocking=True) for _, _, _, squares in self.parts]
-        return torch.stack(sums).sum().sqrt() * self._coefficient(device)
+        return torch.stack(sums).sum().sqrt() * there(self.coefficient, device)
 
     def finite(self) -> Tensor:
         """Whether all gradients are, 0-dim bool on the first device."""
@@ -104,14 +109,10 @@ class Norms:
         each = [(squares < math.inf).all().to(device, non_blocking=True) for _, _, _, squares in self.parts]
         return each[0] if len(each) == 1 else torch.stack(each).all()
 
-    def _coefficient(self, device: torch.device) -> float | Tensor:
-        known = self.coefficient
-        return known.to(device, non_blocking=True) if isinstance(known, Tensor) else known
-
     def each(self) -> dict[Tensor, Tensor]:
         found: dict[Tensor, Tensor] = {}
         for params, _, rows, squares in self.parts:
-            each = (squares.sqrt() * self._coefficient(squares.device)).to(self.dtype).unbind()
+            each = (squares.sqrt() * there(self.coefficient, squares.device)).to(self.dtype).unbind()
             found.update(zip([params[i] for i in rows], each))
         return found
 

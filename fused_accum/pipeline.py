@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import checks, norms, skipping, window
 from .buckets import Bucket
+from .norms import there
 from .nothing_left import NOTHING_THERE, nothing_left
-from .skipping import there
 from .state import Hyper, complete
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def factors_of(opt: FusedAccumAdamW, scale: Any, weight: Any) -> tuple[float | Tensor, float | Tensor | None]:
     """Both as floats; but what lies on a device stays there, as float64, where all kernels read it there."""
     read = window.host_number
-    if opt._run.backward is None and any(window.on_device(factor) for factor in (scale, weight)):
+    if opt._run.backward is None and (window.on_device(scale) or window.on_device(weight)):
         buckets = opt._run.buckets(opt.param_groups)
         if buckets and all(bucket.backend.decides_on_device for bucket in buckets):
 

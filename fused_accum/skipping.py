@@ -87,7 +87,7 @@ def accepted(
     if run.options.skip_nonfinite != "microbatch":
         return factor, weight
     for bucket in buckets:
-        bucket.measure_gradients(there(factor, bucket.device))
+        bucket.measure_gradients(norms.there(factor, bucket.device))
     found = norms.Norms(buckets, 1.0)
     window = run.window
     if on_host(run, buckets):
@@ -112,11 +112,6 @@ def where(passes: Tensor, number: float | Tensor) -> Tensor:
     if isinstance(number, Tensor):
         return torch.where(passes, number, 0.0)
     return passes.double() * number
-
-
-def there(number: float | Tensor, device: torch.device) -> float | Tensor:
-    """``number`` on ``device``, which nothing waits for."""
-    return number.to(device, non_blocking=True) if isinstance(number, Tensor) else number
 
 
 def judge(
