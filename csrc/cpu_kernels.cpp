@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "cpu_access.h"
-#include "cpu_product.h"
+#include "cpu_tiles.h"
 #include "cpu_squares.h"
 
 #define FA_CONCAT_(a, b) a##b

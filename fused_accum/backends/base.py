@@ -52,7 +52,7 @@ class Backend:
     def add_product(self, buffer: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
         """``buffer += left.T @ right``, or ``=`` when ``first`` (the buffer is not read then), in place.
 
-        buffer: (m, n), floating, row- or column-major. left, right: (tokens, m) and (tokens, n), of one floating dtype.
+        buffer: (m, n), floating, row- or column-major. left, right: (tokens, m) and (tokens, n), of one dtype.
         """
         direct_ops.add_product(buffer, left, right, first)
 

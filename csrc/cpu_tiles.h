@@ -39,13 +39,9 @@ static_assert(kProductRows % kTileRows == 0, "a chunk is whole tiles");
 
 enum class Put { add, over, past_cache };
 
-// One tile: from the products of packed columns (kTileRows a token) and a panel (kTileColumns a token).
-template <Put kPut>
-void tile(int64_t tokens, const float* __restrict__ left, const float* __restrict__ right, float* to, int64_t stride) {
-  if (kPut == Put::add) {  // the tile after the next; the hardware does not see so many streams
-    for (int i = 0; i < kTileRows; ++i) __builtin_prefetch(to + i * stride + 2 * kTileColumns, 1, 3);
-  }
-  Lanes sums[kTileRows][2];
+// sums <- products of packed columns (kTileRows a token) and a panel (kTileColumns a token).
+__attribute__((always_inline)) inline void multiply(int64_t tokens, const float* __restrict__ left,
+                                                    const float* __restrict__ right, Lanes (&sums)[kTileRows][2]) {
   for (auto& row : sums) row[0] = row[1] = lanes_of(0.0f);
   for (int64_t t = 0; t < tokens; ++t, left += kTileRows, right += kTileColumns) {
     const Lanes low = lanes(right), high = lanes(right + kLanes);
@@ -56,16 +52,37 @@ void tile(int64_t tokens, const float* __restrict__ left, const float* __restric
       sums[i][1] = fused(x, high, sums[i][1]);
     }
   }
+}
+
+// Calls visit(row, column, lanes) for all of a tile.
+template <class Visit>
+__attribute__((always_inline)) inline void for_each_lanes(Lanes (&sums)[kTileRows][2], Visit visit) {
 #pragma GCC unroll 12
   for (int i = 0; i < kTileRows; ++i) {
-    for (int half = 0; half < 2; ++half) {
-      float* place = to + i * stride + half * kLanes;
-      const Lanes x = sums[i][half];
-      if (kPut == Put::add) put(place, sum(lanes(place), x));
-      else if (kPut == Put::over) put(place, x);
-      else put_past_cache(place, x);
-    }
+    visit(i, 0, sums[i][0]);
+    visit(i, kLanes, sums[i][1]);
   }
+}
+
+template <Put kPut>
+void tile(int64_t tokens, const float* left, const float* right, float* to, int64_t stride) {
+  if (kPut == Put::add) {  // the tile after the next; the hardware does not see so many streams
+    for (int i = 0; i < kTileRows; ++i) __builtin_prefetch(to + i * stride + 2 * kTileColumns, 1, 3);
+  }
+  Lanes sums[kTileRows][2];
+  multiply(smaller(tokens, kTermTokens), left, right, sums);
+  for (int64_t done = kTermTokens; done < tokens; done += kTermTokens) {
+    float before[kTileRows * kTileColumns];
+    for_each_lanes(sums, [&](int i, int c, Lanes x) { put(before + i * kTileColumns + c, x); });
+    multiply(smaller(tokens - done, kTermTokens), left + done * kTileRows, right + done * kTileColumns, sums);
+    for_each_lanes(sums, [&](int i, int c, Lanes& x) { x = sum(lanes(before + i * kTileColumns + c), x); });
+  }
+  for_each_lanes(sums, [&](int i, int c, Lanes x) {
+    float* place = to + i * stride + c;
+    if (kPut == Put::add) put(place, sum(lanes(place), x));
+    else if (kPut == Put::over) put(place, x);
+    else put_past_cache(place, x);
+  });
 }
 
 // A tile of which the buffer holds only a part.
