@@ -35,7 +35,7 @@ inline void put_past_cache(float* to, Lanes x) { _mm256_stream_ps(to, x); }
 #if defined(__AVX512F__) || defined(__AVX2__)
 constexpr int kLanes = sizeof(Lanes) / sizeof(float);
 constexpr int kTileColumns = 2 * kLanes;
-static_assert(kProductRows % kTileRows == 0, "a chunk is whole tiles");
+static_assert(kLeastProductRows % kTileRows == 0, "a chunk is whole tiles");
 
 enum class Put { add, over, past_cache };
 
@@ -98,30 +98,32 @@ void part_of_tile(const Product& p, const float* left, const float* right, float
   }
 }
 
-// Elements [begin, begin + n) of every token, as float, `width` a token; what is beyond n is 0.
-void pack(const Product& p, const Operand& from, int64_t token_stride, int64_t begin, int64_t n, int64_t width,
-          float* to) {
+// Elements [begin, begin + n) of every token as float, kWidth a token; what is beyond n is 0.
+template <int kWidth>
+void pack(const Product& p, const Operand& from, int64_t token_stride, int64_t begin, int64_t n, float* to) {
   with_storage(from.dtype, [&](auto zero) {
     using S = decltype(zero);
     const S* token = static_cast<const S*>(from.data) + begin;
-    for (int64_t t = 0; t < p.tokens; ++t, token += token_stride, to += width) {
-      for (int64_t i = 0; i < n; ++i) to[i] = load_as<float>(token[i]);
-      for (int64_t i = n; i < width; ++i) to[i] = 0.0f;
+    for (int64_t t = 0; t < p.tokens; ++t, token += token_stride, to += kWidth) {
+      if (n >= kWidth) {  // a loop of known length becomes a few vectors
+        for (int i = 0; i < kWidth; ++i) to[i] = load_as<float>(token[i]);
+      } else {
+        for (int i = 0; i < kWidth; ++i) to[i] = i < n ? load_as<float>(token[i]) : 0.0f;
+      }
     }
   });
 }
 
 void pack_panel(const Product& p, int64_t panel) {
   const int64_t begin = panel * kTileColumns;
-  pack(p, p.right, p.right_stride, begin, smaller(kTileColumns, p.columns - begin), kTileColumns,
-       p.panels + begin * p.tokens);
+  pack<kTileColumns>(p, p.right, p.right_stride, begin, p.columns - begin, p.panels + begin * p.tokens);
 }
 
-void product_chunk(const Product& p, int64_t first_row, int64_t first_panel, int64_t last_panel) {
+void product_chunk(const Product& p, int64_t first_row, int64_t most_rows, int64_t first_panel, int64_t last_panel) {
   alignas(64) float left[kProductRows * kProductTokens];
-  const int64_t rows = smaller(kProductRows, p.rows - first_row);
+  const int64_t rows = smaller(most_rows, p.rows - first_row);
   for (int64_t i = 0; i < rows; i += kTileRows) {
-    pack(p, p.left, p.left_stride, first_row + i, smaller(kTileRows, rows - i), kTileRows, left + i * p.tokens);
+    pack<kTileRows>(p, p.left, p.left_stride, first_row + i, rows - i, left + i * p.tokens);
   }
   // Aligned rows: a tile's are then whole cache lines.
   const bool past_cache = p.past_cache && reinterpret_cast<uintptr_t>(p.buffer) % 64 == 0 && p.columns % 16 == 0;

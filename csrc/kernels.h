@@ -92,7 +92,7 @@ struct Product {
 struct ProductKernels {
   int64_t columns;  // of a panel
   void (*pack_panel)(const Product& p, int64_t panel);
-  void (*chunk)(const Product& p, int64_t first_row, int64_t first_panel, int64_t last_panel);
+  void (*chunk)(const Product& p, int64_t first_row, int64_t rows, int64_t first_panel, int64_t last_panel);
 };
 
 // What one instruction set provides, on elements [begin, end) of one row.

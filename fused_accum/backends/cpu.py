@@ -18,7 +18,7 @@ if _C is not None:
     _C.set_tensor_class(torch.Tensor)
 
 
-PRODUCT_TOKENS = 256  # kProductTokens of csrc/product.h
+TERM_TOKENS = 64  # kTermTokens of csrc/product.h
 
 
 def executor() -> Any:
@@ -60,7 +60,7 @@ class Cpu(Backend):
         if not buffer.is_contiguous():
             buffer, left, right = buffer.t(), right, left
         # Else what the kernel packs would be more than a quarter of the buffer, which is small.
-        fits = _C.has_product() and 4 * min(len(left), PRODUCT_TOKENS) <= len(buffer)
+        fits = _C.has_product() and 4 * min(len(left), TERM_TOKENS) <= len(buffer)
         if not fits or not _C.add_product(buffer, left, right, first, torch.get_num_threads()):
             super().add_product(buffer, left, right, first)
 

@@ -28,16 +28,17 @@ struct Matrix {
 
 // What `buffer` should hold afterwards.
 inline std::vector<float> expected_product(const Matrix& buffer, const Matrix& left, const Matrix& right, bool first) {
+  const int64_t at_once = fa::product_tokens(buffer.rows);
   std::vector<float> expected(size_t(buffer.rows * buffer.columns));
   for (int64_t i = 0; i < buffer.rows * buffer.columns; ++i) {
     float total = buffer.at(i / buffer.columns, i % buffer.columns);
-    for (int64_t from = 0; from < left.rows; from += fa::kProductTokens) {
+    for (int64_t from = 0; from < left.rows; from += at_once) {
       float sum = 0, term = 0;
-      for (int64_t t = from; t < left.rows && t < from + fa::kProductTokens; ++t) {
+      for (int64_t t = from; t < left.rows && t < from + at_once; ++t) {
         term = std::fma(left.at(t, i / buffer.columns), right.at(t, i % buffer.columns), term);
         if ((t + 1) % fa::kTermTokens == 0) sum += term, term = 0;
       }
-      if (std::min(left.rows, from + fa::kProductTokens) % fa::kTermTokens) sum += term;
+      if (std::min(left.rows, from + at_once) % fa::kTermTokens) sum += term;
       total = first && from == 0 ? sum : total + sum;
     }
     expected[size_t(i)] = total;
@@ -80,7 +81,9 @@ inline void product_past_the_cache(int64_t rows, int64_t columns) {
   fa::Product p{to,   rows, columns, left.operand(), left.stride, right.operand(), right.stride, tokens,
                 true, true, packed.data()};
   for (int64_t panel = 0; panel < panels; ++panel) kernels.pack_panel(p, panel);
-  for (int64_t row = 0; row < rows; row += fa::kProductRows) kernels.chunk(p, row, 0, panels);
+  for (int64_t row = 0; row < rows; row += fa::kProductRows) {
+    kernels.chunk(p, row, fa::kProductRows, 0, panels);
+  }
   compare_product(to, expected_product(none, left, right, true), "a first one past the cache");
 }
 
@@ -100,6 +103,7 @@ inline void products() {
     }
     for (int64_t tokens : {1, 2, 63, 64, 65, 129, 256, 257, 513}) {
       for (DType dtype : {DType::f32, DType::bf16, DType::f16}) check_product(dtype, 50, 40, tokens, 3, first, 2);
+      check_product(DType::f32, 1100, 5, tokens, 0, first, 2);
     }
   }
   for (int64_t rows : {12, 49}) {
