@@ -152,10 +152,12 @@ def ratio(above: Sequence[float], below: Sequence[float], factor: float = 1.0) -
 # -- the gate -----------------------------------------------------------------------------------------------
 
 
-def require_equal(what: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], updates: int = 1) -> str:
+def require_equal(
+    what: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], updates: int = 1, roundings: int = FP32_ROUNDINGS
+) -> str:
     """``"same bits"``, or the largest difference as a part of what is tolerated; raises NotEqual beyond that.
 
-    What is tolerated: ``FP32_ROUNDINGS * eps(fp32) * (|value| + rms of the tensor)``, plus the step to the neighbour
+    What is tolerated: ``roundings * eps(fp32) * (|value| + rms of the tensor)``, plus the step to the neighbour
     for narrower dtypes, one for each of the ``updates`` that rounded to them. To be called before anything is timed.
     """
     if ours.keys() != theirs.keys():
@@ -167,20 +169,22 @@ def require_equal(what: str, ours: dict[str, Tensor], theirs: dict[str, Tensor],
             raise NotEqual(f"{what}: {name} is {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}")
         if torch.equal(a, b):
             continue
-        error, same = difference(a, b, updates), False
+        error, same = difference(a, b, updates, roundings), False
         if not error <= 1:
             raise NotEqual(f"{what}: {name} is off by {error:.3g} times what is tolerated; so nothing is timed")
         worst = max(worst, error)
     return "same bits" if same else f"{worst:.2f} of the tolerance"
 
 
-def difference(a: Tensor, b: Tensor, updates: int = 1, chunk: int = 1 << 22) -> float:
+def difference(
+    a: Tensor, b: Tensor, updates: int = 1, roundings: int = FP32_ROUNDINGS, chunk: int = 1 << 22
+) -> float:
     """The largest difference of a and b in units of the tolerance; inf where one is not finite."""
     a, b = a.detach().flatten(), b.detach().flatten()
     rms = (sum(x.double().square().sum().item() for x in b.split(chunk)) / b.numel()) ** 0.5
-    roundings = FP32_ROUNDINGS * torch.finfo(torch.float32).eps
-    relative = roundings + (updates * torch.finfo(b.dtype).eps if b.dtype != torch.float32 else 0)
-    floor = roundings * rms + torch.finfo(torch.float32).tiny
+    rounded = roundings * torch.finfo(torch.float32).eps
+    relative = rounded + (updates * torch.finfo(b.dtype).eps if b.dtype != torch.float32 else 0)
+    floor = rounded * rms + torch.finfo(torch.float32).tiny
     worst = 0.0
     for x, y in zip(a.split(chunk), b.split(chunk)):
         x, y = x.double(), y.double()

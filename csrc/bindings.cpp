@@ -3,6 +3,7 @@
 
 #include "bindings.h"
 #include "hook.h"
+#include "product.h"
 #include "scatter.h"
 
 namespace fa {
@@ -16,6 +17,26 @@ void scatter_rows(py::object accum, uintptr_t index, py::object grad, int64_t sk
   py::gil_scoped_release release;
   cpu_scatter_rows(a.data, a.dtype, a.sizes[0], reinterpret_cast<const int64_t*>(index), g.data, g.dtype, g.sizes[0],
                    g.sizes[1], skip, threads);
+}
+
+// Whether `t` is a matrix whose elements of a row lie one after the other: a tensor as an operand of a product.
+bool read_operand(const py::object& tensor, TensorInfo& t) {
+  return read_tensor(tensor.ptr(), t) && t.place == kCpu && t.ndim == 2 && (t.sizes[1] < 2 || t.strides[1] == 1);
+}
+
+// buffer += left^T right, see cpu_add_product; false, with nothing done, for tensors that it is not for.
+bool add_product(py::object buffer, py::object left, py::object right, bool first, int threads) {
+  TensorInfo b, l, r;
+  if (!read_operand(buffer, b) || !read_operand(left, l) || !read_operand(right, r)) return false;
+  if (b.dtype != DType::f32 || !is_row_major(b) || l.dtype != r.dtype || size_of(l.dtype) > 4 || l.dtype == DType::i16) {
+    return false;
+  }
+  const int64_t tokens = l.sizes[0];
+  if (!tokens || r.sizes[0] != tokens || l.sizes[1] != b.sizes[0] || r.sizes[1] != b.sizes[1]) return false;
+  py::gil_scoped_release release;
+  cpu_add_product(static_cast<float*>(b.data), b.sizes[0], b.sizes[1], {l.data, l.dtype}, l.strides[0],
+                  {r.data, r.dtype}, r.strides[0], tokens, first, threads);
+  return true;
 }
 
 }  // namespace
@@ -36,6 +57,8 @@ PYBIND11_MODULE(_C, m) {
   py::class_<fa::CpuExecutor, fa::Executor>(m, "Cpu", py::module_local()).def(py::init<int>(), py::arg("threads"));
   m.def("same_objects", &fa::same_objects);
   m.def("scatter_rows", &fa::scatter_rows);
+  m.def("has_product", &fa::has_product);
+  m.def("add_product", &fa::add_product);
   m.def("hook_types", [](py::object current_task_id) {
     PyObject* types = fa::hook_types(current_task_id.ptr());
     if (!types) throw py::error_already_set();

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cpu_access.h"
+#include "cpu_tiles.h"
 #include "cpu_squares.h"
 
 #define FA_CONCAT_(a, b) a##b
@@ -318,6 +319,7 @@ void step(const Row& row, int64_t begin, int64_t end) {
 }  // namespace
 
 extern const CpuKernels FA_CONCAT(cpu_kernels_, FA_ISA);
-const CpuKernels FA_CONCAT(cpu_kernels_, FA_ISA) = {FA_STRING(FA_ISA), accumulate, measure, step};
+const CpuKernels FA_CONCAT(cpu_kernels_, FA_ISA) = {FA_STRING(FA_ISA), accumulate, measure, step,
+                                                   kProduct};
 
 }  // namespace fa

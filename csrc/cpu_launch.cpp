@@ -91,19 +91,6 @@ class BlockSquares {
   std::vector<double> sums_;
 };
 
-// What one core reaches; sysconf(_SC_LEVEL3_CACHE_SIZE) gives all of a socket's on some machines.
-int64_t last_level_cache_bytes() {
-  static const int64_t bytes = [] {
-    long kibibytes = 0;
-    if (std::FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
-      if (std::fscanf(file, "%ldK", &kibibytes) != 1) kibibytes = 0;
-      std::fclose(file);
-    }
-    return kibibytes > 0 ? int64_t(kibibytes) << 10 : int64_t(8) << 20;
-  }();
-  return bytes;
-}
-
 const CpuKernels* compiled(const char* name) {
 #if defined(FA_HAVE_AVX512)
   if (!std::strcmp(name, "avx512")) return &cpu_kernels_avx512;
@@ -129,6 +116,19 @@ bool machine_has(const char* name) {
 std::atomic<const CpuKernels*> chosen{nullptr};
 
 }  // namespace
+
+// What one core reaches; sysconf(_SC_LEVEL3_CACHE_SIZE) gives all of a socket's on some machines.
+int64_t last_level_cache_bytes() {
+  static const int64_t bytes = [] {
+    long kibibytes = 0;
+    if (std::FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
+      if (std::fscanf(file, "%ldK", &kibibytes) != 1) kibibytes = 0;
+      std::fclose(file);
+    }
+    return kibibytes > 0 ? int64_t(kibibytes) << 10 : int64_t(8) << 20;
+  }();
+  return bytes;
+}
 
 const char* why_not_cpu_isa(const char* name) {
   if (!compiled(name)) return "not compiled into this build";

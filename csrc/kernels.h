@@ -76,6 +76,25 @@ void cpu_measure(const Row* rows, int64_t count, double scale, int threads);
 // One AdamW update of every row from its grad, its accum, or both. Rows must not share memory that is written.
 void cpu_step(const Row* rows, int64_t count, int threads);
 
+// A product to be added into a buffer, see product.h, of one block of tokens.
+struct Product {
+  float* buffer;
+  int64_t rows, columns;
+  Operand left;
+  int64_t left_stride;
+  Operand right;
+  int64_t right_stride, tokens;
+  bool first, past_cache;
+  float* panels;  // `right`, as pack_panel lays it out
+};
+
+// What one instruction set provides for products; nothing where `chunk` is null.
+struct ProductKernels {
+  int64_t columns;  // of a panel
+  void (*pack_panel)(const Product& p, int64_t panel);
+  void (*chunk)(const Product& p, int64_t first_row, int64_t rows, int64_t first_panel, int64_t last_panel);
+};
+
 // What one instruction set provides, on elements [begin, end) of one row.
 struct CpuKernels {
   const char* name;
@@ -84,6 +103,7 @@ struct CpuKernels {
   void (*accumulate)(const Row& row, double scale, int64_t begin, int64_t end, bool streaming, double* squares);
   void (*measure)(const Row& row, double scale, int64_t begin, int64_t end, double* squares);
   void (*step)(const Row& row, int64_t begin, int64_t end);
+  ProductKernels product;
 };
 
 extern const CpuKernels cpu_kernels_baseline;
@@ -92,6 +112,7 @@ extern const CpuKernels cpu_kernels_avx512;
 
 // Instruction sets: the chosen one (FUSED_ACCUM_CPU_ISA, else the best), and why one cannot be used ("" if it can).
 const CpuKernels& cpu_kernels();
+int64_t last_level_cache_bytes();  // what is bigger is written past the cache, where it is not read
 void use_cpu_isa(const char* name);  // throws std::runtime_error
 const char* why_not_cpu_isa(const char* name);
 constexpr const char* kCpuIsas[] = {"avx512", "avx2", "baseline"};

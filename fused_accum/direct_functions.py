@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .direct_ops import add_product, add_row_sum, linear
+from .direct_ops import add_row_sum, linear
 from .entry import never_compiled
 
 if TYPE_CHECKING:
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
     from .in_backward import InBackward
 
 
-def _wanted(ctx: Any, input: int, name: str) -> bool:
-    """Whether this backward is to add to the gradient of the given input, a leaf."""
+def _wanted(ctx: Any, input: int, p: Tensor, session: InBackward) -> bool:
+    """Whether this backward is to add to the gradient of the given input, the parameter p."""
     if not ctx.needs_input_grad[input]:
         return False
     try:
         wanted = torch._C._will_engine_execute_node(ctx.next_functions[input][0])
     except RuntimeError as error:
         raise RuntimeError(
-            f"torch.autograd.grad() with respect to parameter {name}: its gradient goes straight into the "
-            "optimizer's buffer (direct_wgrad) and is never a tensor; remove() the handle first, or use backward()"
+            f"torch.autograd.grad() with respect to parameter {session.run().name_of(p)}: its gradient goes straight "
+            "into the optimizer's buffer (direct_wgrad) and is never a tensor; remove() the handle first, or use "
+            "backward()"
         ) from error
     if wanted and torch.is_grad_enabled():
         raise RuntimeError(
-            f"a backward with create_graph=True reached parameter {name}, whose gradient goes straight into the "
-            "optimizer's buffer (direct_wgrad) and has no graph; remove() the handle before double backward"
+            f"a backward with create_graph=True reached parameter {session.run().name_of(p)}, whose gradient goes "
+            "straight into the optimizer's buffer (direct_wgrad) and has no graph; remove() the handle before double "
+            "backward"
         )
     return wanted
 
@@ -87,18 +89,18 @@ class DirectLinear(_Direct):
             dx = g.matmul(used.t() if ctx.transposed else used)
         tokens_out = g.reshape(-1, g.shape[-1])
         weight, bias = (p and p() for p in ctx.parameters)
-        if ctx.needs_input_grad[1] and _wanted(ctx, 1, session.run().name_of(weight)):
+        if ctx.needs_input_grad[1] and _wanted(ctx, 1, weight, session):
             tokens_in = x.reshape(-1, x.shape[-1])
             slot = session.slots[id(weight)]
             pair = (tokens_in, tokens_out) if ctx.transposed else (tokens_out, tokens_in)
             buffer, first = session.acquire(slot, weight, ctx.next_functions[1][0])
-            add_product(buffer, *pair, first)
+            session.run().find(weight)[0].backend.add_product(buffer, *pair, first)
             session.added(slot, weight)
         if ctx.needs_input_grad[2]:
             slot = session.slots.get(id(bias))
             if slot is None:
                 db = tokens_out.sum(0).to(bias.dtype)
-            elif _wanted(ctx, 2, session.run().name_of(bias)):
+            elif _wanted(ctx, 2, bias, session):
                 buffer, first = session.acquire(slot, bias, ctx.next_functions[2][0])
                 add_row_sum(buffer, tokens_out, first)
                 session.added(slot, bias)
@@ -121,7 +123,7 @@ class DirectEmbedding(_Direct):
         if g is None:
             return (None,) * 4
         session, weight = _Direct.session(ctx), ctx.parameter()
-        if _wanted(ctx, 1, session.run().name_of(weight)):
+        if _wanted(ctx, 1, weight, session):
             (index,) = ctx.saved_tensors
             slot = session.slots[id(weight)]
             buffer, first = session.acquire(slot, weight, ctx.next_functions[1][0])

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import harness, kernels, loops, modes, overhead, peers, results, window
+from benchmarks import harness, kernels, loops, modes, overhead, peers, results, wgrad, window
 from benchmarks.harness import Estimate, Limit, NotEqual, Variant
-from fused_accum import FusedAccumAdamW
+from fused_accum import FusedAccumAdamW, backends
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -25,6 +25,7 @@ TINY = {
     modes: ["--tokens", "6", "9", "--width", "16", "--layers", "1", "--vocabulary", "50", "--microbatches", "3",
             "--rounds", "3", "--threads", "1"],
     overhead: ["--tensors", "1", "3", "--rounds", "7", "--threads", "1"],
+    wgrad: ["--tokens", "3", "70", "--weight", "90", "40", "--weight", "300", "7", "--rounds", "7", "--threads", "1"],
     window: ["--shrink", "32", "--microbatches", "1", "3", "--rounds", "3", "--threads", "1"],
 }
 BENCHMARKS = pytest.mark.parametrize("program", TINY, ids=lambda program: program.__name__.split(".")[-1])
@@ -43,6 +44,8 @@ KEYS = {
     modes: {"tokens", "mode", "microbatches", "parameters", "rounds", "ms", "torch_ms", "speedup", "gradient_bytes",
             "torch_gradient_bytes", "equal"},
     overhead: {"call", "tensors", "torch", "cold", "us", "torch_us", "part", "speedup", "equal", "rounds"},
+    wgrad: {"tokens", "weight", "dtype", "rounds", "ms", "gflop_per_s", "speedup", "autograd_speedup",
+            "first_speedup", "equal"},
     window: {"list", "dtype", "microbatches", "peer", "tensors", "parameters", "bytes_per_parameter", "ms", "peer_ms",
              "speedup", "exact", "fastest_exact", "equal", "rounds"},
 }  # fmt: skip
@@ -210,6 +213,13 @@ def test_gate_compares_like_with_like():
 @BENCHMARKS
 @pytest.mark.parametrize("call", ["accumulate", "step"])
 def test_a_wrong_result_is_not_timed(program, call, monkeypatch, capsys, tmp_path):
+    if program is wgrad:
+        product = backends.base.Backend.add_product
+        wrong = call == "accumulate"  # the first contribution, or a later one
+        monkeypatch.setattr(
+            type(backends.registry()["cpu"]), "add_product",
+            lambda self, b, dy, x, first: product(self, b, 1.01 * dy if first == wrong else dy, x, first),
+        )  # fmt: skip
     right = getattr(FusedAccumAdamW, call)
     monkeypatch.setattr(FusedAccumAdamW, call, lambda self: right(self, scale=1.01))
     file = tmp_path / "rows.json"
@@ -251,6 +261,12 @@ def test_rows_cover_every_kernel_call_and_window(written):
     assert {(r["call"], r["tensors"]) for r in rows[overhead]} == {
         (call, n) for call in ("accumulate", "step") for n in (1, 3)
     }
+    assert [(r["dtype"], r["weight"], r["tokens"]) for r in rows[wgrad]] == [
+        (dtype, f"{out} x {features}", tokens)
+        for dtype in ("fp32", "bf16")
+        for out, features in ((90, 40), (300, 7))
+        for tokens in (3, 70)
+    ]
     assert {(r["list"], r["dtype"], r["microbatches"]) for r in rows[window]} == {
         (f"{name}{clipped}", dtype, n)
         for name in ("gpt-50", "gpt-300")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import direct_ops
 from ..buckets import Bucket
 from ..rows import Rows
 
@@ -47,6 +48,13 @@ class Backend:
         else:
             refuse_outside(index, len(accum))
             accum.index_add_(0, index, grad.to(accum.dtype))
+
+    def add_product(self, buffer: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+        """``buffer += left.T @ right``, or ``=`` when ``first`` (the buffer is not read then), in place.
+
+        buffer: (m, n), floating, row- or column-major. left, right: (tokens, m) and (tokens, n), of one dtype.
+        """
+        direct_ops.add_product(buffer, left, right, first)
 
     def adamw(self, rows: Rows) -> None:
         """One AdamW update of every row, in place; buffers that were read are zero afterwards."""

@@ -18,6 +18,9 @@ if _C is not None:
     _C.set_tensor_class(torch.Tensor)
 
 
+TERM_TOKENS = 64  # kTermTokens of csrc/product.h
+
+
 def executor() -> Any:
     return _C.Cpu(torch.get_num_threads())
 
@@ -52,6 +55,14 @@ class Cpu(Backend):
     def scatter_rows(self, accum: Tensor, index: Tensor, grad: Tensor, skip: int | None) -> None:
         index, grad = index.contiguous(), grad.contiguous()
         _C.scatter_rows(accum, index.data_ptr(), grad, -1 if skip is None else skip, torch.get_num_threads())
+
+    def add_product(self, buffer: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+        if not buffer.is_contiguous():
+            buffer, left, right = buffer.t(), right, left
+        # Else what the kernel packs would be more than a quarter of the buffer, which is small.
+        fits = _C.has_product() and 4 * min(len(left), TERM_TOKENS) <= len(buffer)
+        if not fits or not _C.add_product(buffer, left, right, first, torch.get_num_threads()):
+            super().add_product(buffer, left, right, first)
 
     def adamw(self, rows: Rows) -> None:
         adamw_lists(_C, executor(), _C.Place(1, 0), rows)

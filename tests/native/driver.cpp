@@ -9,7 +9,7 @@
 
 #include <thread>
 
-#include "case.h"
+#include "products.h"
 
 namespace {
 
@@ -222,11 +222,13 @@ int main(int argc, char** argv) {
     const long before = checks;
     mixed_rows();
     concurrent_callers();
+    products_on_threads();
     if (!threads_only) {
       every_size();
       every_dtype();
       every_layout();
       streaming();
+      products();
     }
     std::printf("%s: %ld rows checked\n", isa, checks - before);
   }
