@@ -118,6 +118,19 @@ def modes() -> str:
     )  # fmt: skip
 
 
+def wgrad() -> str:
+    """Weight gradients against buffer.addmm_; a column per number of tokens."""
+    found = rows("wgrad", "dtype", "weight", "tokens")
+    every = list(dict.fromkeys(tokens for *_, tokens in found))
+    return table(
+        ["activations", "weight", *(f"{tokens} tokens" for tokens in every)],
+        [
+            (dtype, weight, *(times(found[dtype, weight, tokens]["speedup"]) for tokens in every))
+            for dtype, weight in dict.fromkeys(key[:2] for key in found)
+        ],
+    )
+
+
 def pretrain() -> str:
     """Held-out loss of the main job as it goes."""
     found = rows("pretrain", "optimizer", "step")
@@ -176,6 +189,7 @@ TABLES = {
     "overhead": overhead,
     "fidelity": fidelity,
     "modes": modes,
+    "wgrad": wgrad,
     "pretrain": pretrain,
     "installs": installs,
     "torch suite": torch_suite,
