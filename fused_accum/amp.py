@@ -1,4 +1,5 @@
-"""What can be seen of a torch.amp.GradScaler: who it is, and whether it has unscaled gradients in mid-window.
+"""What can be seen of a torch.amp.GradScaler: who it is, whether it has unscaled gradients in mid-window, and whether
+what it skipped is still there.
 
 Its unscale_() tells nobody, and leaves the version counters of what it writes as they are. But its step() asks the
 optimizer whether that supports scaling: there it is noted, and from then on, the second window, it can be asked.
@@ -8,14 +9,21 @@ from __future__ import annotations
 
 import weakref
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from .optimizer import FusedAccumAdamW
 
 MIXED = (
     "GradScaler.unscale_() was called between two backwards of one window: p.grad holds an unscaled sum, to which "
     "this backward would add gradients that are scaled; call unscale_() once, after the window's last backward. "
     "zero_grad() and scaler.update() drop the window"
+)
+LEFT = (
+    "GradScaler skipped the last step, and what it skipped is still in p.grad, with its inf or NaN. Every backward "
+    "adds to it, so that every later step is skipped too; call zero_grad() after scaler.update()"
 )
 
 
@@ -38,3 +46,14 @@ class Scaler(NamedTuple):
         scaler = self.scaler()
         state = None if scaler is None else scaler._per_optimizer_states.get(self.key)
         return state is not None and state["stage"].name == "UNSCALED"
+
+
+def left_from_skipped_step(optimizer: FusedAccumAdamW) -> str | None:
+    """What to warn of when a scaler's step asks, and it has skipped the one before (``step`` and ``zero_grad`` forget
+    that it asked): that the gradients of then are still there. Reads them in this case alone."""
+    run = optimizer._run
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    before, run.asked_with = run.asked_with, weakref.ref(grads[0]) if grads else None
+    if before is None or not grads or before() is not grads[0] or all(g.isfinite().all() for g in grads):
+        return None
+    return run.window.once("left", LEFT)

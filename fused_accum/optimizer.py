@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checkpoint, norms, pipeline
-from .amp import Scaler
+from .amp import Scaler, left_from_skipped_step
 from .backward_modes import BackwardModes
 from .entry import hooked, one_graph_break
 from .looking_in import LookingIn
@@ -183,7 +183,7 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
             As ``accumulate``; ValueError for hyper-parameters in a group that no step can use (not finite, betas
             outside [0, 1)); RuntimeError also when GradScaler steps with explicit contributions pending.
         """
-        loss = None
+        loss = self._run.asked_with = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -205,6 +205,7 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
         After an exception in a backward, ``discard_microbatch()`` keeps the window instead.
         """
         with self._run.exclusive("zero_grad"):
+            self._run.asked_with = None
             dropped = pipeline.discard_window(self)
             super().zero_grad(set_to_none)
             if self._run.backward is not None:
@@ -241,7 +242,10 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
         asked for (fused=True), while explicit micro-batches are pending, so that ``step`` can refuse, and while
         weights are recorded in backward, when p.grad must not be edited; and after step_in_backward(), to refuse."""
         run = self._run
-        run.scaler = Scaler.asking(sys._getframe(1)) or run.scaler
+        if asking := Scaler.asking(sys._getframe(1)):
+            run.scaler = asking
+            if message := left_from_skipped_step(self):
+                warnings.warn(message, UserWarning, stacklevel=3)
         explicit = run.backward is None and run.window.microbatches > 0
         weighted = run.backward is not None and run.window.weighted
         return run.amp_requested or explicit or weighted or run.stepped_in_backward

@@ -72,6 +72,7 @@ class Runtime:
         self.window = Window()
         self.amp_requested = False
         self.scaler: Scaler | None = None  # that stepped this optimizer last
+        self.asked_with: weakref.ref | None = None  # a gradient when it asked; None since step or zero_grad
         self.incoming: dict[str, Any] | None = None
         self.warned_mid_window_save = False
         self.backward: InBackward | None = None  # p.grad, not the buckets, says what the open window holds
