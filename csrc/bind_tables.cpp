@@ -7,7 +7,6 @@ namespace fa {
 
 void bind_tables(py::module_& m) {
   m.def("set_tensor_class", [](py::object cls) { set_tensor_class(cls.ptr()); });
-  m.def("has_exchange_api", &has_exchange_api);
 
   py::class_<Place>(m, "Place", py::module_local())
       .def(py::init([](int type, int index) { return Place{type, index}; }), py::arg("type"), py::arg("index"));

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "exchange.h"
+
 namespace fa {
 namespace {
 
@@ -167,19 +169,14 @@ bool Table::step_one(size_t row, py::list accums, py::bytearray present, py::byt
   if (!own && PyErr_Occurred()) throw py::error_already_set();
   if (!read_state(e, own, hyper)) return false;
   std::vector<Row> rows{step_row(e, hyper, held != 0, static_cast<DType>(accum_dtype), precision_)};
-  py::list written;
-  for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq}) written.append(*tensor);
-  if (hyper.amsgrad) written.append(e.max_exp_avg_sq);
-  if (has_master(rows[0].weights)) written.append(e.master);
-  if (e.aliased) written.append(e.grad);
   {
     py::gil_scoped_release release;
     executor.step(rows, hypers, 1.0, coefficient, false);
   }
+  count_versions([&](auto count) { count(e, rows[0]); });
   if (!stream.is_none() && e.has_grad()) record_stream(e, stream);
   if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
   e.grad = py::object();
-  increment_version_(py::tuple(written));
   return true;
 }
 
@@ -379,35 +376,45 @@ bool Table::parameters_overlap() {
 
 void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale,
                  double coefficient, Executor& executor, py::object stream) {
-  std::vector<Row> rows;
-  rows.reserve(entries_.size());
-  // Without buffers, unless they are p.grad too (nobody else sees them), and counts, which no graph saves.
-  std::vector<PyObject*> written;
-  written.reserve(entries_.size() * 4);
+  rows_.clear();
+  rows_.reserve(entries_.size());
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& e = entries_[i];
     if (!e.steps) continue;
-    rows.push_back(step_row(e, hypers[size_t(e.group)], bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype),
-                            precision_));
-    for (const py::object* tensor : {&e.param, &e.exp_avg, &e.exp_avg_sq}) written.push_back(tensor->ptr());
-    if (rows.back().amsgrad) written.push_back(e.max_exp_avg_sq.ptr());
-    if (has_master(rows.back().weights)) written.push_back(e.master.ptr());
-    if (e.aliased) written.push_back(e.grad.ptr());
-  }
-  py::tuple tensors(written.size());
-  for (size_t i = 0; i < written.size(); ++i) {
-    Py_INCREF(written[i]);
-    PyTuple_SET_ITEM(tensors.ptr(), Py_ssize_t(i), written[i]);
+    rows_.push_back(step_row(e, hypers[size_t(e.group)], bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype),
+                             precision_));
   }
   const bool one_by_one = parameters_overlap();
   {
     py::gil_scoped_release release;
-    executor.step(rows, hypers, scale, coefficient, one_by_one);
+    executor.step(rows_, hypers, scale, coefficient, one_by_one);
   }
   std::fill_n(bytes_of(present), entries_.size(), 0);
+  count_versions([&](auto count) {
+    const Row* row = rows_.data();
+    for (const Entry& e : entries_) {
+      if (e.steps) count(e, *row++);
+    }
+  });
   record_gradients(stream);
   drop_gradients();
-  increment_version_(tensors);
+}
+
+template <class Visit>
+void Table::count_versions(Visit visit) {
+  py::list left;
+  const auto count = [&](const py::object& tensor) {
+    if (!bump_version(tensor.ptr())) left.append(tensor);
+  };
+  visit([&](const Entry& e, const Row& row) {
+    count(e.param);
+    count(e.exp_avg);
+    count(e.exp_avg_sq);
+    if (row.amsgrad) count(e.max_exp_avg_sq);
+    if (has_master(row.weights)) count(e.master);
+    if (e.aliased) count(e.grad);
+  });
+  if (left.size()) increment_version_(left);
 }
 
 void Table::record_stream(const Entry& e, const py::object& stream) {

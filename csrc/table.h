@@ -89,10 +89,13 @@ class Table {
   }
   Row accumulation(const Entry& entry, bool has_accum, double* squares) const;
   Row measurement(const Entry& entry, int accum_dtype, double* squares) const;
+  template <class Visit>
+  void count_versions(Visit visit);
   static void record_stream(const Entry& entry, const py::object& stream);
   void record_gradients(const py::object& stream);
 
   std::vector<Entry> entries_;
+  std::vector<Row> rows_;  // of the last step: its memory serves the next
   std::vector<py::object> accepted_;
   py::object increment_version_;
   const Place place_;

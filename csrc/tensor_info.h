@@ -47,9 +47,8 @@ struct TensorAttributes {
 TensorAttributes& tensor_attributes();
 
 // Must be called once, with torch.Tensor, before read_tensor. Uses the DLPack C exchange API of the class where it
-// has one (about 50 ns a tensor), else the tensor's Python attributes.
+// has one (exchange.h), else the tensor's Python attributes.
 void set_tensor_class(PyObject* tensor_class);
-bool has_exchange_api();
 
 // False, with no Python error set, for a tensor that has no plain elements of a supported dtype; int16 is read too, as
 // DType::i16.
