@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "tensor_info.h"
 
@@ -66,18 +67,20 @@ long long version_of(PyObject* tensor) {
 
 }  // namespace
 
-void bind_exchange(PyObject* tensor_class) {
+void bind_exchange(PyObject* tensor_class, Way best) {
   tensor_type = reinterpret_cast<PyTypeObject*>(tensor_class);
   api = nullptr;
   view_function = nullptr;
   bump_function = nullptr;
   view_verified = bump_verified = false;
+  if (best == Way::attributes) return;
   Ref capsule(PyObject_GetAttrString(tensor_class, "__dlpack_c_exchange_api__"));
   if (!capsule) return PyErr_Clear();
   auto* found = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
   if (!found) return PyErr_Clear();
   if (found->major != 1 || !found->tensor_from_object) return;
   api = found;
+  if (best == Way::exchange) return;
   Dl_info torch;
   if (!dladdr(reinterpret_cast<void*>(api->tensor_from_object), &torch)) return;
   void* library = dlopen(torch.dli_fname, RTLD_LAZY | RTLD_NOLOAD);  // it, and what it has loaded; never closed
@@ -89,7 +92,9 @@ void bind_exchange(PyObject* tensor_class) {
   if (view_function) symbol(bump_function, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE");
 }
 
-bool has_exchange_api() { return api != nullptr; }
+Way way_taken() { return view_verified ? Way::libtorch : api ? Way::exchange : Way::attributes; }
+
+bool counts_versions() { return bump_verified; }
 
 bool view_tensor(PyObject* tensor, DLTensor& view) {
   if (view_verified && is_tensor(tensor)) return view_directly(tensor, view);
@@ -113,15 +118,6 @@ bool bump_version(PyObject* tensor) {
   bump_verified = version_of(tensor) == before + 1;
   if (!bump_verified) bump_function = nullptr;
   return bump_verified;
-}
-
-void prefetch_object(PyObject* tensor) { __builtin_prefetch(tensor); }
-
-void prefetch_tensor(PyObject* tensor) {
-  if (!view_verified) return;
-  const char* impl;
-  std::memcpy(&impl, inner(tensor), sizeof impl);
-  for (int line = 0; line < 3; ++line) __builtin_prefetch(impl + line * 64);
 }
 
 }  // namespace fa

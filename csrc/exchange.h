@@ -41,18 +41,20 @@ class Ref {  // an owned reference
   PyObject* object_;
 };
 
-// Must be called once, with torch.Tensor, before what follows.
-void bind_exchange(PyObject* tensor_class);
-bool has_exchange_api();
+// From the slowest to the fastest: by Python attributes, by the exchange API, by libtorch's functions.
+enum class Way { attributes, exchange, libtorch };
 
-// Needs the exchange API. False, with no Python error set, for what is no tensor with memory. Borrows of `tensor`.
+// Must be called once, with torch.Tensor, before what follows. `best`: the fastest way that may be taken.
+void bind_exchange(PyObject* tensor_class, Way best);
+
+// How tensors are read: libtorch only once that has been found to be right; and whether versions are counted up so.
+Way way_taken();
+bool counts_versions();
+
+// Not for Way::attributes. False, with no Python error set, for what is no tensor with memory. Borrows of `tensor`.
 bool view_tensor(PyObject* tensor, DLTensor& view);
 
 // Counts the tensor's version up; false where that is left to torch.autograd.graph.increment_version.
 bool bump_version(PyObject* tensor);
-
-// Loads what view_tensor will read of a tensor: its object, and once that is loaded what it points to.
-void prefetch_object(PyObject* tensor);
-void prefetch_tensor(PyObject* tensor);
 
 }  // namespace fa

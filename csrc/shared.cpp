@@ -4,4 +4,5 @@
 #include "lists.cpp"
 #include "rows.cpp"
 #include "table.cpp"
+#include "table_reading.cpp"
 #include "tensor_info.cpp"

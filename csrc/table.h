@@ -1,5 +1,6 @@
 // The launch table of one bucket, parameters of one place, kept between calls: one native call collects and validates the
 // gradients of all rows, one more launches the kernels, clears what was consumed and bumps version counters.
+// table_reading.cpp has what reads tensors, table.cpp the rest.
 //
 // The table never raises for an unusual tensor: it stops before anything has changed and returns the row's number,
 // and Python (fused_accum/backends/native.py) repairs it or raises the error that names it.
@@ -89,8 +90,6 @@ class Table {
   }
   Row accumulation(const Entry& entry, bool has_accum, double* squares) const;
   Row measurement(const Entry& entry, int accum_dtype, double* squares) const;
-  template <class Visit>
-  void count_versions(Visit visit);
   static void record_stream(const Entry& entry, const py::object& stream);
   void record_gradients(const py::object& stream);
 

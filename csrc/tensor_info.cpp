@@ -5,8 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "exchange.h"
-
 namespace fa {
 namespace {
 
@@ -103,15 +101,15 @@ TensorAttributes& tensor_attributes() {
   return all;
 }
 
-void set_tensor_class(PyObject* tensor_class) {
+void set_tensor_class(PyObject* tensor_class, Way best) {
   tensor_attributes().grad.bind(tensor_class);
   tensor_attributes().requires_grad.bind(tensor_class);
   tensor_attributes().version.bind(tensor_class);
-  bind_exchange(tensor_class);
+  bind_exchange(tensor_class, best);
 }
 
 bool read_tensor(PyObject* tensor, TensorInfo& info) {
-  if (!(has_exchange_api() ? read_by_exchange(tensor, info) : read_by_attributes(tensor, info))) return false;
+  if (!(way_taken() == Way::attributes ? read_by_attributes(tensor, info) : read_by_exchange(tensor, info))) return false;
   info.numel = 1;
   for (int d = 0; d < info.ndim; ++d) info.numel *= info.sizes[d];
   return info.data || info.numel == 0;
