@@ -99,7 +99,7 @@ bool counts_versions() { return bump_verified; }
 bool view_tensor(PyObject* tensor, DLTensor& view) {
   if (view_verified && is_tensor(tensor)) return view_directly(tensor, view);
   if (api->tensor_from_object(tensor, &view) != 0) return PyErr_Clear(), false;
-  if (view_function && is_tensor(tensor)) {
+  if (view_function && Py_TYPE(tensor) == tensor_type) {  // a subclass may have a `_cdata` of its own
     view_verified = begins_with_tensor(tensor, view);
     if (!view_verified) view_function = nullptr;
   }
@@ -108,6 +108,7 @@ bool view_tensor(PyObject* tensor, DLTensor& view) {
 
 bool bump_version(PyObject* tensor) {
   if (!bump_function || !view_verified || !is_tensor(tensor)) return false;
+  if (!bump_verified && Py_TYPE(tensor) != tensor_type) return false;
   const long long before = bump_verified ? 0 : version_of(tensor);
   try {
     bump_function(inner(tensor));

@@ -6,11 +6,15 @@ optimizer whether that supports scaling: there it is noted, and from then on, th
 
 from __future__ import annotations
 
+import sys
 import weakref
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 MIXED = (
     "GradScaler.unscale_() was called between two backwards of one window: p.grad holds an unscaled sum, to which "
@@ -38,3 +42,24 @@ class Scaler(NamedTuple):
         scaler = self.scaler()
         state = None if scaler is None else scaler._per_optimizer_states.get(self.key)
         return state is not None and state["stage"].name == "UNSCALED"
+
+
+class ScalerSupport:
+    """Part of FusedAccumAdamW."""
+
+    _run: Runtime
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Makes torch.amp.GradScaler call ``step`` itself with ``grad_scale`` and ``found_inf`` set: where it was
+        asked for (fused=True), while explicit micro-batches are pending, so that ``step`` can refuse, and while
+        weights are recorded in backward, when p.grad must not be edited; and after step_in_backward(), to refuse."""
+        run = self._run
+        run.scaler = Scaler.asking(sys._getframe(1)) or run.scaler
+        explicit = run.backward is None and run.window.microbatches > 0
+        weighted = run.backward is not None and run.window.weighted
+        return run.amp_requested or explicit or weighted or run.stepped_in_backward
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._run.amp_requested = bool(value)
