@@ -161,15 +161,15 @@ std::vector<size_t> Table::measure_gradients(double scale, int accum_dtype, Exec
 void Table::accumulate(py::bytearray present, double scale, Executor& executor, py::object stream,
                        py::bytearray known, uintptr_t squares) {
   double* const places = reinterpret_cast<double*>(squares);
-  std::vector<Row> rows;
-  rows.reserve(entries_.size());
+  rows_.clear();
+  rows_.reserve(entries_.size());
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& e = entries_[i];
-    if (e.has_grad()) rows.push_back(accumulation(e, bytes_of(present)[i] != 0, places ? places + i : nullptr));
+    if (e.has_grad()) rows_.push_back(accumulation(e, bytes_of(present)[i] != 0, places ? places + i : nullptr));
   }
   {
     py::gil_scoped_release release;
-    executor.accumulate(rows, scale);
+    executor.accumulate(rows_, scale);
   }
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (!entries_[i].has_grad()) continue;

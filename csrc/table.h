@@ -94,7 +94,7 @@ class Table {
   void record_gradients(const py::object& stream);
 
   std::vector<Entry> entries_;
-  std::vector<Row> rows_;  // of the last step: its memory serves the next
+  std::vector<Row> rows_;  // of the last call; kept for their memory
   std::vector<py::object> accepted_;
   py::object increment_version_;
   const Place place_;
