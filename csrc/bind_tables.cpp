@@ -6,8 +6,10 @@
 namespace fa {
 
 void bind_tables(py::module_& m) {
-  m.def("set_tensor_class", [](py::object cls) { set_tensor_class(cls.ptr()); });
-  m.def("has_exchange_api", &has_exchange_api);
+  m.def("set_tensor_class", [](py::object cls, int way) { set_tensor_class(cls.ptr(), static_cast<Way>(way)); },
+        py::arg("cls"), py::arg("way") = static_cast<int>(Way::libtorch));
+  m.def("way_taken", [] { return static_cast<int>(way_taken()); });
+  m.def("counts_versions", &counts_versions);
 
   py::class_<Place>(m, "Place", py::module_local())
       .def(py::init([](int type, int index) { return Place{type, index}; }), py::arg("type"), py::arg("index"));

@@ -7,6 +7,8 @@ optimizer whether that supports scaling: there it is noted, and from then on, th
 
 from __future__ import annotations
 
+import sys
+import warnings
 import weakref
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +17,7 @@ import torch
 
 if TYPE_CHECKING:
     from .optimizer import FusedAccumAdamW
+    from .runtime import Runtime
 
 MIXED = (
     "GradScaler.unscale_() was called between two backwards of one window: p.grad holds an unscaled sum, to which "
@@ -57,3 +60,27 @@ def left_from_skipped_step(optimizer: FusedAccumAdamW) -> str | None:
     if before is None or not grads or before() is not grads[0] or all(g.isfinite().all() for g in grads):
         return None
     return run.window.once("left", LEFT)
+
+
+class ScalerSupport:
+    """Part of FusedAccumAdamW."""
+
+    _run: Runtime
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Makes torch.amp.GradScaler call ``step`` itself with ``grad_scale`` and ``found_inf`` set: where it was
+        asked for (fused=True), while explicit micro-batches are pending, so that ``step`` can refuse, and while
+        weights are recorded in backward, when p.grad must not be edited; and after step_in_backward(), to refuse."""
+        run = self._run
+        if asking := Scaler.asking(sys._getframe(1)):
+            run.scaler = asking
+            if message := left_from_skipped_step(self):
+                warnings.warn(message, UserWarning, stacklevel=3)
+        explicit = run.backward is None and run.window.microbatches > 0
+        weighted = run.backward is not None and run.window.weighted
+        return run.amp_requested or explicit or weighted or run.stepped_in_backward
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._run.amp_requested = bool(value)

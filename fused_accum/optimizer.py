@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checkpoint, norms, pipeline
-from .amp import Scaler, left_from_skipped_step
+from .amp import ScalerSupport
 from .backward_modes import BackwardModes
 from .entry import hooked, one_graph_break
 from .looking_in import LookingIn
@@ -21,7 +20,7 @@ from .state import GroupOption, Option, Options
 from .window import count_as_scale
 
 
-class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
+class FusedAccumAdamW(BackwardModes, LookingIn, ScalerSupport, torch.optim.AdamW):
     r"""AdamW that accumulates micro-batches itself: one persistent buffer, one fused pass per micro-batch.
 
     A window is the micro-batches of one update. ``accumulate()`` adds each ``p.grad`` into the parameter's buffer
@@ -233,26 +232,6 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
             for group in self.param_groups:
                 for p in group["params"]:
                     p.grad = None
-
-    # -- GradScaler -----------------------------------------------------------------------------------------
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Makes torch.amp.GradScaler call ``step`` itself with ``grad_scale`` and ``found_inf`` set: where it was
-        asked for (fused=True), while explicit micro-batches are pending, so that ``step`` can refuse, and while
-        weights are recorded in backward, when p.grad must not be edited; and after step_in_backward(), to refuse."""
-        run = self._run
-        if asking := Scaler.asking(sys._getframe(1)):
-            run.scaler = asking
-            if message := left_from_skipped_step(self):
-                warnings.warn(message, UserWarning, stacklevel=3)
-        explicit = run.backward is None and run.window.microbatches > 0
-        weighted = run.backward is not None and run.window.weighted
-        return run.amp_requested or explicit or weighted or run.stepped_in_backward
-
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, value: bool) -> None:
-        self._run.amp_requested = bool(value)
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 

@@ -21,46 +21,12 @@ from ._native import same_objects
 from .amp import Scaler
 from .buckets import Bucket, Stale
 from .buffers import Accum
+from .exclusive import Exclusive
 from .in_backward import InBackward
 from .norms import Norms
 from .skipping import Count, Offender
 from .state import Options
 from .window import Window
-
-
-class Exclusive:
-    """The context of ``Runtime.exclusive``: a class, since a generator would cost every call three microseconds."""
-
-    def __init__(self, run: Runtime, call: str) -> None:
-        self.run, self.call, self.holds = run, call, False
-
-    def __enter__(self) -> None:
-        run, call = self.run, self.call
-        checkpointing = call in ("state_dict", "load_state_dict")
-        if not checkpointing and torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                f"{call}() was called inside a backward pass (from a hook?), when gradients are not complete: "
-                "call it after backward() has returned"
-            )
-        if call != "load_state_dict":
-            run.refuse_half_applied(call)
-        if run.backward is not None and run.backward.stepping is not None and call != "scale_loss":
-            raise RuntimeError(f"{call}() was called inside step_in_backward(); leave it first")
-        thread = threading.get_ident()
-        if run.checkpointing_thread == thread:
-            return
-        if not run.busy.acquire(blocking=False):
-            raise RuntimeError(
-                f"{call}() was called while another call on the same optimizer is running (from another thread, "
-                "or from a signal handler); make one call at a time"
-            )
-        self.holds = True
-        run.checkpointing_thread = thread if checkpointing else None
-
-    def __exit__(self, *_: object) -> None:
-        if self.holds:
-            self.run.checkpointing_thread = None
-            self.run.busy.release()
 
 
 class Runtime:
