@@ -61,8 +61,8 @@ SHARED = "shared.cpp"  # both modules link it; what it includes is not compiled 
 BINDINGS = ("bindings.cpp", "cuda_bindings.cpp")
 BINDINGS_FLAGS = ("-O1",)
 
-# This one file is compiled once per instruction set; the module picks at run time.
-KERNELS = "cpu_kernels.cpp"
+# These are compiled once per instruction set; the module picks at run time.
+KERNELS = ("cpu_kernels.cpp",)
 X86_ISAS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": (
@@ -237,7 +237,7 @@ def cpu_units(compiler: Compiler) -> list[Unit]:
     for source in sorted(CSRC.glob("*.cpp")):
         if source.name in included:
             continue
-        if source.name == KERNELS:
+        if source.name in KERNELS:
             for isa, flags in {**isas, "baseline": ()}.items():
                 found.append(Unit(f"{source.stem}_{isa}.o", source, "cxx", (f"-DFA_ISA={isa}", *flags)))
         elif not source.name.startswith("cuda_"):
@@ -246,7 +246,7 @@ def cpu_units(compiler: Compiler) -> list[Unit]:
     if not found:
         raise CannotBuild(f"{CSRC} holds no C++ sources", "use a complete source distribution or clone")
     # What takes longest first. shared.cpp before the bindings, whose copies of inline functions are slower.
-    return sorted(found, key=lambda unit: (unit.source != shared, unit.source.name not in (*BINDINGS, KERNELS)))
+    return sorted(found, key=lambda unit: (unit.source != shared, unit.source.name not in (*BINDINGS, *KERNELS)))
 
 
 def cuda_units(nvcc: Nvcc) -> list[Unit]:
