@@ -30,7 +30,7 @@ struct Piece {
 };
 
 template <class T, class G, class A, int kCount>
-__global__ void __launch_bounds__(kThreads) scatter_rows(const __grid_constant__ ScatterJob job) {
+__global__ void __launch_bounds__(kThreads) scatter_rows(FA_PARAMETER(ScatterJob) job) {
   const int64_t pieces = job.width / kCount;
   const int64_t end = job.tokens * pieces;
   for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < end; i += ScatterJob::kBlocks * int64_t(kThreads)) {

@@ -160,7 +160,7 @@ template <class P, int kCount> constexpr int kBlocksOfStep<P, kCount, Amsgrad> =
 
 template <class T, class P, class A, class S, class How, class Table>
 __global__ void __launch_bounds__(kThreads, kBlocksOfStep<P, kWidestOf<P, A, S>, How>)
-    step_rows(const __grid_constant__ Table table) {
+    step_rows(FA_PARAMETER(Table) table) {
   const How how(table);
   const Part part = part_of_block(table);
   char* const* data = table.data[part.row];

@@ -1,5 +1,7 @@
 """Fixtures: one set of tests for every backend that works on this machine."""
 
+import gc
+
 import pytest
 import torch
 
@@ -73,6 +75,11 @@ def pytest_collection_modifyitems(config, items) -> None:
     if hasattr(config, "workerinput"):
         long = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of garbage searches it again."""
+    gc.freeze()
 
 
 # ---- what a run tells ----------------------------------------------------------------------------------------------

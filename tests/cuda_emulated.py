@@ -31,7 +31,7 @@ VARIABLE, SETTINGS = "FUSED_ACCUM_EMULATED", "FUSED_ACCUM_EMULATION"
 # As setup.py has it where bits depend on it.
 FLAGS = ("-std=c++17", "-g1", "-ffp-contract=off", "-fno-math-errno", "-fno-omit-frame-pointer", "-fPIC", "-pthread",
          "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
-         "-DFA_CUDA_EMULATION")  # fmt: skip
+         "-ftls-model=initial-exec", "-DFA_CUDA_EMULATION")  # fmt: skip
 PLAIN = ("-O1",)
 # Not optimized: with both sanitizers g++ takes minutes for what it compiles in seconds so.
 SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
