@@ -56,10 +56,7 @@ NVCC_FLAGS = (
 CUDA_ARCHS = ("80", "86", "89", "90", "100", "120")
 OLDEST_NVCC = (12, 1)  # from which on a kernel takes 32764 bytes of parameters
 
-SHARED = "shared.cpp"  # both modules link it; what it includes is not compiled on its own
-# Called once per call of Python's, and most of what they are made of is pybind11: it compiles faster so.
-BINDINGS = ("bindings.cpp", "cuda_bindings.cpp")
-BINDINGS_FLAGS = ("-O1",)
+SHARED = "shared.cpp"  # what it includes is not compiled on its own
 
 # These are compiled once per instruction set; the module picks at run time.
 KERNELS = ("cpu_kernels.cpp",)
@@ -241,12 +238,11 @@ def cpu_units(compiler: Compiler) -> list[Unit]:
             for isa, flags in {**isas, "baseline": ()}.items():
                 found.append(Unit(f"{source.stem}_{isa}.o", source, "cxx", (f"-DFA_ISA={isa}", *flags)))
         elif not source.name.startswith("cuda_"):
-            own = BINDINGS_FLAGS if source.name in BINDINGS else ()
-            found.append(Unit(f"{source.stem}.o", source, "cxx", () if source == shared else (*have, *own)))
+            found.append(Unit(f"{source.stem}.o", source, "cxx", have))
     if not found:
         raise CannotBuild(f"{CSRC} holds no C++ sources", "use a complete source distribution or clone")
-    # What takes longest first. shared.cpp before the bindings, whose copies of inline functions are slower.
-    return sorted(found, key=lambda unit: (unit.source != shared, unit.source.name not in (*BINDINGS, *KERNELS)))
+    # What takes longest first.
+    return sorted(found, key=lambda unit: (unit.source != shared, unit.source.name not in KERNELS))
 
 
 def cuda_units(nvcc: Nvcc) -> list[Unit]:
@@ -255,10 +251,7 @@ def cuda_units(nvcc: Nvcc) -> list[Unit]:
     if not kernels:
         raise CannotBuild(f"{CSRC} holds no CUDA sources", "use a complete source distribution or clone")
     found = [Unit(f"{path.stem}.cu.o", path, "nvcc", ()) for path in kernels]
-    for path in sorted(CSRC.glob("cuda_*.cpp")):
-        own = BINDINGS_FLAGS if path.name in BINDINGS else ()
-        found.append(Unit(f"{path.stem}.o", path, "cxx", (*host, *own)))
-    return found
+    return found + [Unit(f"{path.stem}.o", path, "cxx", host) for path in sorted(CSRC.glob("cuda_*.cpp"))]
 
 
 def write_ninja(folder: Path, compiler: Compiler, nvcc: Nvcc | None, targets: dict[str, Path]) -> None:
@@ -316,9 +309,8 @@ def write_ninja(folder: Path, compiler: Compiler, nvcc: Nvcc | None, targets: di
         cpu = objects(cpu_units(compiler))
         ninja.build(os.path.relpath(targets["_C"], folder), "link", cpu)
         if nvcc:
-            own = [name for name in cpu if name == SHARED.replace(".cpp", ".o")] + cuda
             static = {"libraries": command(nvcc.cudart, "-lrt")}
-            ninja.build(os.path.relpath(targets["_C_cuda"], folder), "link", own, variables=static)
+            ninja.build(os.path.relpath(targets["_C_cuda"], folder), "link", cuda, variables=static)
 
 
 class NinjaBuild(build_ext):

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "cuda_port.h"
+#include "scatter.h"
 #include "squares.h"
 #include "weights.h"
 
@@ -156,19 +157,6 @@ struct KernelKey {
   }
 };
 
-// Rows to be added into a buffer by index. Both dtypes are float64, or neither is.
-struct ScatterJob {
-  static constexpr int64_t kBlocks = 1 << 16;  // at most; each thread works on as many pieces as it must
-
-  char* accum = nullptr;          // row_count rows of `width` elements
-  const char* grad = nullptr;     // `tokens` rows
-  const int64_t* rows = nullptr;  // `tokens` of them, in ascending order: where the row of grad with the number at the
-  const int64_t* order = nullptr;  // same place in `order` belongs; equal rows in the order of their tokens
-  int64_t tokens = 0, width = 0, row_count = 0;
-  int64_t skip = -1;              // no row of this number; nor one outside the buffer
-  DType accum_dtype = DType::f32, grad_dtype = DType::f32;
-};
-
 // Whether there are kernels for tables of such rows; StridedRow takes every row.
 bool can_accumulate(const KernelKey& key);
 bool can_step(const KernelKey& key);
@@ -180,7 +168,7 @@ void launch_strided(bool steps, const StridedRow& row, cudaStream_t stream);
 void launch_counts(const CountTable& table, cudaStream_t stream);
 void launch_strided_squares(const StridedRow& row, cudaStream_t stream);  // of scale*grad, as accum_dtype rounds it
 void launch_squares(const SquaresTable& table, cudaStream_t stream);
-void launch_scatter(const ScatterJob& job, cudaStream_t stream);
+void launch_scatter(const ScatterJob& job, cudaStream_t stream);  // rows ascend and have an order; some may be outside
 
 // Why the kernels cannot run on the current device, as a CUDA error; cudaSuccess if they can.
 cudaError_t try_kernels();

@@ -160,13 +160,15 @@ void CudaExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers
   }
 }
 
-void cuda_scatter_rows(int device, uint64_t stream, const ScatterJob& job) {
-  for (auto [place, dtype] : {std::pair<const void*, DType>(job.accum, job.accum_dtype), {job.grad, job.grad_dtype}}) {
-    refuse_misaligned(place, dtype);
+void CudaExecutor::scatter_rows(const ScatterJob& job) {
+  if ((job.accum_dtype == DType::f64) != (job.grad_dtype == DType::f64)) {
+    throw std::invalid_argument("accum and grad must both be float64, or neither");
   }
+  refuse_misaligned(job.accum, job.accum_dtype);
+  refuse_misaligned(job.grad, job.grad_dtype);
   if (job.tokens == 0 || job.width == 0) return;
-  const DeviceGuard guard(device);
-  launch_scatter(job, reinterpret_cast<cudaStream_t>(stream));
+  const DeviceGuard guard(device_);
+  launch_scatter(job, stream_);
 }
 
 std::string why_no_cuda(int device) {

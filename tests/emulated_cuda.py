@@ -21,7 +21,7 @@ def on_device(monkeypatch):
     def use(device, stream):
         def executor(_, slots=None, **more):
             place = () if slots is None else (slots.data_ptr(), len(slots))
-            return cuda._C.Cuda(device, stream, *place)
+            return cuda._CUDA.Cuda(device, stream, *place)
 
         monkeypatch.setattr(cuda, "executor", executor)
 
@@ -169,7 +169,7 @@ def test_sums_of_squares_of_many_rows(emulation):
 
 
 def test_too_little_memory_for_sums_is_refused(emulation):
-    executor = cuda._C.Cuda(0, 0, squares=torch.empty(3, dtype=torch.float64).data_ptr(), square_count=3)
+    executor = cuda._CUDA.Cuda(0, 0, squares=torch.empty(3, dtype=torch.float64).data_ptr(), square_count=3)
     (p,) = parameters((5000,))
     p.grad = torch.ones_like(p)
     table = cuda._C.Table([p], [0], torch.autograd.graph.increment_version, cuda._C.Place(1, 0), [0], 0, 0)
