@@ -49,14 +49,14 @@ CXX_FLAGS = (
     "-Wall", "-Wextra",
 )  # fmt: skip
 
-# -fmad=false as -ffp-contract=off above; division, square root and subnormals are IEEE's by default.
+# -fmad=false as -ffp-contract=off above; division, square root and subnormals are IEEE's by default. -O1 is for what
+# the host runs, a few launches; kernels are optimized fully.
 NVCC_FLAGS = (
-    "-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off,-fno-math-errno",
+    "-std=c++17", "-O1", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off,-fno-math-errno",
 )  # fmt: skip
 CUDA_ARCHS = ("80", "86", "89", "90", "100", "120")
 OLDEST_NVCC = (12, 1)  # from which on a kernel takes 32764 bytes of parameters
 
-SHARED = "shared.cpp"  # what it includes is not compiled on its own
 
 # These are compiled once per instruction set; the module picks at run time.
 KERNELS = ("cpu_kernels.cpp",)
@@ -225,15 +225,22 @@ class Nvcc:
         return [*NVCC_FLAGS, *codes, f"--threads={min(os.cpu_count() or 1, len(self.archs))}"]
 
 
+def sources(pattern: str) -> list[Path]:
+    """In csrc/; what another one includes is not compiled on its own. The longest first, with what they include."""
+    length: dict[Path, int] = {}
+    included: set[Path] = set()
+    for path in CSRC.glob(pattern):
+        parts = [CSRC / name for name in re.findall(r'^#include "(\w+\.(?:cpp|cu))"', path.read_text(), re.M)]
+        included.update(parts)
+        length[path] = sum(one.stat().st_size for one in (path, *parts))
+    return sorted(length.keys() - included, key=lambda path: (-length[path], path))
+
+
 def cpu_units(compiler: Compiler) -> list[Unit]:
     isas = compiler.isas()
     have = tuple(f"-DFA_HAVE_{isa.upper()}" for isa in isas)
-    shared = CSRC / SHARED
-    included = re.findall(r'#include "(\w+\.cpp)"', shared.read_text()) if shared.exists() else []
     found = []
-    for source in sorted(CSRC.glob("*.cpp")):
-        if source.name in included:
-            continue
+    for source in sources("*.cpp"):
         if source.name in KERNELS:
             for isa, flags in {**isas, "baseline": ()}.items():
                 found.append(Unit(f"{source.stem}_{isa}.o", source, "cxx", (f"-DFA_ISA={isa}", *flags)))
@@ -241,17 +248,16 @@ def cpu_units(compiler: Compiler) -> list[Unit]:
             found.append(Unit(f"{source.stem}.o", source, "cxx", have))
     if not found:
         raise CannotBuild(f"{CSRC} holds no C++ sources", "use a complete source distribution or clone")
-    # What takes longest first.
-    return sorted(found, key=lambda unit: (unit.source != shared, unit.source.name not in KERNELS))
+    return found
 
 
 def cuda_units(nvcc: Nvcc) -> list[Unit]:
     host = ("-isystem", *nvcc.includes, f'-DFA_CUDA_ARCHS="{",".join(nvcc.archs)}"')
-    kernels = sorted(CSRC.glob("cuda_*.cu"), key=lambda path: path.stat().st_size, reverse=True)  # the longest first
+    kernels = sources("cuda_*.cu")
     if not kernels:
         raise CannotBuild(f"{CSRC} holds no CUDA sources", "use a complete source distribution or clone")
     found = [Unit(f"{path.stem}.cu.o", path, "nvcc", ()) for path in kernels]
-    return found + [Unit(f"{path.stem}.o", path, "cxx", host) for path in sorted(CSRC.glob("cuda_*.cpp"))]
+    return found + [Unit(f"{path.stem}.o", path, "cxx", host) for path in sources("cuda_*.cpp")]
 
 
 def write_ninja(folder: Path, compiler: Compiler, nvcc: Nvcc | None, targets: dict[str, Path]) -> None:
@@ -378,14 +384,14 @@ class NinjaBuild(build_ext):
             raise CannotBuild(failure, "repair that", done.stdout.strip())
 
 
-def sources(*patterns: str) -> list[str]:
+def names(*patterns: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in CSRC.glob(pattern))
 
 
 if __name__ == "__main__":  # tests import the rest
     setup(
         ext_modules=[
-            Extension(f"fused_accum.{name}", sources=sources("*.cpp", "*.cu"), depends=sources("*.h"))
+            Extension(f"fused_accum.{name}", sources=names("*.cpp", "*.cu"), depends=names("*.h"))
             for name in ("_C", "_C_cuda")
         ],
         cmdclass={"build_ext": NinjaBuild},

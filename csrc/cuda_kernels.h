@@ -2,10 +2,11 @@
 //
 // By value, because then there is nothing to upload, to keep alive or to order between streams, and a CUDA graph keeps
 // its own copy. 32764 bytes of parameters (CUDA 12.1, compute capability 7.0) hold 450 rows: one launch for the few
-// hundred tensors of a model, found in the constant cache by bisection. Calls of few rows (step in backward: one)
-// use the small table, since all of a kernel's parameters are copied at every launch.
+// hundred tensors of a model, found in the constant cache by bisection. All of a kernel's parameters are copied at every
+// launch, so that calls of few rows (step in backward: one) use small tables where that takes few kernels more: for
+// counts, and for accumulations of common dtypes.
 //
-// What the kernels include has little of the standard library: nvcc reads it five times for every source.
+// What the kernels include has little of the standard library: nvcc reads it five times.
 #pragma once
 
 #include <cstring>
@@ -109,8 +110,9 @@ struct StridedRow {
 static_assert(sizeof(StridedRow) <= kParameterBytes);
 
 // Counts of updates, and what their scalars are made of.
+template <int kCapacity_>
 struct CountTable {
-  static constexpr int kCapacity = 1800;
+  static constexpr int kCapacity = kCapacity_;
   static constexpr int kGroups = 32;
 
   ScalarSlot* slots = nullptr;       // of the first row; the others' follow
@@ -125,8 +127,28 @@ struct CountTable {
   uint32_t parameter[kCapacity];     // as in Randomness
   uint8_t group[kCapacity];
   uint8_t kind[kCapacity];           // of enum CountKind
+
+  CountTable() = default;
+  template <int kOther>
+  explicit CountTable(const CountTable<kOther>& other)  // of at most kCapacity rows
+      : slots(other.slots),
+        scale(other.scale),
+        coefficient(other.coefficient),
+        found_inf(other.found_inf),
+        clip(other.clip),
+        counts(other.counts),
+        device_scale(other.device_scale),
+        count(other.count) {
+    for (int i = 0; i < kGroups; ++i) groups[i] = other.groups[i];
+    std::memcpy(step, other.step, size_t(count) * sizeof *step);
+    std::memcpy(parameter, other.parameter, size_t(count) * sizeof *parameter);
+    std::memcpy(group, other.group, size_t(count) * sizeof *group);
+    std::memcpy(kind, other.kind, size_t(count) * sizeof *kind);
+  }
 };
-static_assert(sizeof(CountTable) <= kParameterBytes);
+using LargeCounts = CountTable<1800>;
+using SmallCounts = CountTable<140>;
+static_assert(sizeof(LargeCounts) <= kParameterBytes && sizeof(SmallCounts) <= 4096);
 enum CountKind : uint8_t { kStepIsDouble = 1, kStepOnHost = 2, kSlotIsDouble = 4, kHasGrad = 8, kHasAccum = 16 };
 
 // Rows' sums of squares, each to be added up from those of its blocks.
@@ -165,7 +187,7 @@ bool can_step(const KernelKey& key);
 void launch_accumulate(const KernelKey& key, const LargeTable& table, unsigned blocks, cudaStream_t stream);
 void launch_step(const KernelKey& key, const LargeTable& table, unsigned blocks, cudaStream_t stream);
 void launch_strided(bool steps, const StridedRow& row, cudaStream_t stream);
-void launch_counts(const CountTable& table, cudaStream_t stream);
+void launch_counts(const LargeCounts& table, cudaStream_t stream);
 void launch_strided_squares(const StridedRow& row, cudaStream_t stream);  // of scale*grad, as accum_dtype rounds it
 void launch_squares(const SquaresTable& table, cudaStream_t stream);
 void launch_scatter(const ScatterJob& job, cudaStream_t stream);  // rows ascend and have an order; some may be outside

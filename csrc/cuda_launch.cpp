@@ -44,7 +44,7 @@ bool counted_on_host(const Row& row) { return row.step_on_host && !steps_on_devi
 // Counts an update of every row and makes its scalars.
 void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, ScalarSlot* slots, double scale,
                 double coefficient, const CudaExecutor::Factors& factors, cudaStream_t stream) {
-  const auto table = std::make_unique<CountTable>();
+  const auto table = std::make_unique<LargeCounts>();
   table->slots = slots;
   table->scale = scale;
   table->coefficient = coefficient;
@@ -64,7 +64,7 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
   };
   for (const Row& row : rows) {
     int* place = &places[size_t(row.group)];
-    if (table->count == CountTable::kCapacity || (*place < 0 && groups == CountTable::kGroups)) flush();
+    if (table->count == LargeCounts::kCapacity || (*place < 0 && groups == LargeCounts::kGroups)) flush();
     if (*place < 0) {
       *place = groups++;
       table->groups[*place] = hypers[size_t(row.group)];

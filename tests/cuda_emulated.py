@@ -24,6 +24,7 @@ TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 CSRC = ROOT / "csrc"
 NATIVE = TESTS / "native"
+KERNELS = sorted(path for path in CSRC.glob("cuda_*.cu") if ".cu\"" not in path.read_text())  # each on its own
 EMULATOR = sorted(NATIVE.glob("cuda_emulation*.cpp"))
 VARIABLE, SETTINGS = "FUSED_ACCUM_EMULATED", "FUSED_ACCUM_EMULATION"
 
@@ -67,7 +68,7 @@ def build(folder: Path, targets: dict[str, tuple[list[Path], tuple[str, ...], tu
 
 def build_module(sanitized: bool = False) -> Path:
     """The emulated fused_accum._C_cuda, in build/; ``sanitized`` it loads where libasan is there already."""
-    sources = [*sorted(CSRC.glob("cuda_*.cpp")), *sorted(CSRC.glob("*.cu")), *EMULATOR]
+    sources = [*sorted(CSRC.glob("cuda_*.cpp")), *KERNELS, *EMULATOR]
     suffix = f"_C_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
     targets = {
         f"plain/{suffix}": (sources, PLAIN, ("-shared",)),
