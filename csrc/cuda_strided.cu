@@ -132,7 +132,8 @@ __device__ double count_once(void* place, bool skip) {
   return static_cast<double>(t);
 }
 
-__global__ void __launch_bounds__(kThreads) count_updates(FA_PARAMETER(CountTable) table) {
+template <class Table>
+__global__ void __launch_bounds__(kThreads) count_updates(FA_PARAMETER(Table) table) {
   const int row = int(blockIdx.x * kThreads + threadIdx.x);
   if (row >= table.count) return;
   const double scale = table.device_scale ? global_load(&table.device_scale->wide) : table.scale;
@@ -197,13 +198,15 @@ void launch_squares(const SquaresTable& table, cudaStream_t stream) {
   launch(&add_squares, table, unsigned(table.count), stream);
 }
 
-void launch_counts(const CountTable& table, cudaStream_t stream) {
-  launch(&count_updates, table, unsigned((table.count + kThreads - 1) / kThreads), stream);
+void launch_counts(const LargeCounts& table, cudaStream_t stream) {
+  const auto blocks = unsigned((table.count + kThreads - 1) / kThreads);
+  if (table.count > SmallCounts::kCapacity) return launch(&count_updates<LargeCounts>, table, blocks, stream);
+  launch(&count_updates<SmallCounts>, SmallCounts(table), blocks, stream);
 }
 
 cudaError_t try_kernels() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, &count_updates);
+  return cudaFuncGetAttributes(&attributes, &count_updates<SmallCounts>);
 }
 
 }  // namespace fa
