@@ -32,6 +32,13 @@ def on(request):
 
 
 @pytest.fixture
+def emulated(on):
+    """Whether it is the kernels of a GPU on the CPU, which takes long: large tensors are smaller there, and runs
+    shorter where test_bits.py shows that every step gives the bits of backend "cpu"."""
+    return on[0] in ("cuda", "triton") and on[1] == "cpu"
+
+
+@pytest.fixture
 def device(on):
     return on[1]
 

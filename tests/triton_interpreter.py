@@ -16,7 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1 before Python starts"
 
-# -- patched once: for kernels, whose module knows triton.language, and for Triton's own functions, which know its core
+# -- patched once: for kernels, which know triton.language, and for functions of Triton itself, which know its core
 
 interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
 interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
