@@ -135,6 +135,8 @@ class InBackward(WindowInGrad):
             self.edited = run.name_of(p)  # something was put there, and added to since: not a new gradient
         with torch.no_grad():
             buffer = self.buffer(slot, bucket, row)
+            if g.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():  # a view of what is written to
+                g = g.clone()
             buffer.copy_(g)
             self.expose(slot, bucket, row)
 
@@ -157,9 +159,8 @@ class InBackward(WindowInGrad):
         g = p.grad
         if g is not None and self.ready is not None and g._version != slot.version:
             self.edited = self.run().name_of(p)
-        if g is not None and (self.stepping is not None or g.data_ptr() != slot.ptr):
-            if not bucket.is_buffer(row, g):
-                self.move(slot, bucket, row)
+        if g is not None and (g.data_ptr() != slot.ptr or g.numel()) and not bucket.is_buffer(row, g):
+            self.move(slot, bucket, row)
         elif g is None and self.stepping is not None and bucket.present[row]:  # the earlier micro-batches
             return bucket.accums[row], False
         elif g is None:

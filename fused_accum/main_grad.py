@@ -66,7 +66,8 @@ class MainGrad(InBackward):
             p = slot.param()
             if session.stepping is not None:
                 return
-            if slot.window == session.window and not session.holds(slot):
+            bucket, row = session.run().find(p)
+            if slot.window == session.window and not (session.holds(slot) and bucket.is_buffer(row, p.grad)):
                 raise RuntimeError(
                     f"p.grad of parameter {session.run().name_of(p)} was cleared or replaced, which its main_grad, "
                     "added to by its layer, does not know; discard with optimizer.zero_grad()"
