@@ -49,8 +49,8 @@ class Buffers:
         self.sent: dict[tuple[int, ...], Tensor] = {}
 
     def is_buffer(self, i: int, g: Tensor) -> bool:
-        """Whether the gradient ``g`` of parameter ``i`` is its buffer under another name: at the same place, and every
-        element (a transposed or expanded view of the buffer is another gradient)."""
+        """Whether the gradient ``g`` of parameter ``i`` is its buffer under another name, element by
+        element: a transposed or expanded view of it begins at the same place, and is another gradient."""
         accum = self.accums[i]
         if accum is None or g.numel() == 0 or g.data_ptr() != accum.data_ptr():
             return False

@@ -49,7 +49,7 @@ CASES = [(kind, 0, edit) for kind in KINDS for edit in VIEWS if edit not in (fir
 CASES += [(kind, 1, edit) for kind in KINDS for edit in VIEWS if "stepping" not in kind]
 
 
-@pytest.mark.parametrize("kind, after, edit", CASES, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.parametrize(("kind", "after", "edit"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_a_view_of_itself_as_p_grad_counts(make, device, kind, after, edit):
     """Against torch.optim.AdamW, to which the same is done."""
     options, begin, around = KINDS[kind]
