@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from .direct_functions import DirectEmbedding, DirectLinear
 from .entry import never_compiled
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .in_backward import InBackward
 
 LINK = "_fused_accum_direct"
+NOT_OURS = "not among the optimizer's parameters that can require grad"
 
 
 class Link:
@@ -122,6 +124,8 @@ def _kind(module: nn.Module) -> str | None:
 
 def _why_not(module: nn.Module, slots: dict[int, Slot]) -> str | None:
     """Why a layer stays ordinary; None where its weight can be direct."""
+    if isinstance(module, LazyModuleMixin):
+        return "it is lazy: its weight has no shape before the model's first forward"
     if _kind(module) is None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             why = "parametrized" if hasattr(module, "parametrizations") else f"a subclass, {type(module).__name__}"
@@ -131,7 +135,7 @@ def _why_not(module: nn.Module, slots: dict[int, Slot]) -> str | None:
     if weight is None:
         return "its weight is computed, not a parameter (weight_norm?)"
     if id(weight) not in slots:
-        return "its weight is not among the optimizer's parameters"
+        return f"its weight is {NOT_OURS}"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(module, name) for name in hooks) or weight._backward_hooks:
         return "it or its weight has hooks, which may replace what it computes"
@@ -170,7 +174,7 @@ class DirectHandle:
                 if why is not None:
                     self.ordinary[name] = why
                 elif id(p) not in session.slots:
-                    self.ordinary[name] = "not among the optimizer's parameters"
+                    self.ordinary[name] = NOT_OURS
                 else:
                     self.direct.append(name)
                     if id(p) not in covered:

@@ -19,11 +19,12 @@ from . import checks, streams
 from .entry import never_compiled
 from .graph_tasks import GraphTasks
 from .slots import (
-    RequiringGrad,
     Slot,
     accept_any_dtype,
     address,
     current_task_id,
+    install,
+    may_train,
     refuse_second_owner,
     remove_hooks,
     trains,
@@ -73,12 +74,12 @@ class InBackward(WindowInGrad):
                 self._uncover(self.slots.pop(key))
         run = self.run()
         bare = [p for key, p in members.items() if key not in self.slots or self.slots[key].handle is None]
+        bare = [p for p in bare if may_train(p)]
         for p in bare:
             refuse_second_owner(run.name_of(p), p, self)
         for p in bare:
             slot = self.slots.setdefault(id(p), Slot(p, self))
-            with RequiringGrad(p):
-                slot.handle = p.register_post_accumulate_grad_hook(slot)
+            install(slot, p)
             if p.dtype != run.options.accum_dtype_for(p) and p.grad is None:
                 accept_any_dtype(slot, p)
 

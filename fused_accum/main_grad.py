@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .entry import never_compiled
 from .in_backward import InBackward
@@ -50,6 +51,11 @@ class MainGrad(InBackward):
             raise RuntimeError(
                 f"parameter {bucket.name_of(p)} has a main_grad that is not this optimizer's (of Megatron's "
                 "DistributedDataParallel?); one owner only: del p.main_grad first"
+            )
+        if is_lazy(p):
+            raise RuntimeError(
+                f"parameter {bucket.name_of(p)} of a lazy layer has no shape yet, which its main_grad must have; run "
+                "the model's forward once before attach_main_grad()"
             )
         if not p.is_contiguous():
             raise RuntimeError(

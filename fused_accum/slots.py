@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from . import _native
 from .entry import never_compiled
@@ -119,23 +120,26 @@ class Slot(Hook):
             self.pulse.entering = NO_TASK
 
 
-class RequiringGrad:
-    """torch registers hooks only on what requires grad; a frozen parameter may be unfrozen later."""
+def may_train(p: Tensor) -> bool:
+    """Whether p requires grad or can be unfrozen: integers (a quantized base) and inference tensors cannot."""
+    with torch._C.DisableTorchFunctionSubclass():  # of an uninitialized parameter too
+        return p.requires_grad or ((p.is_floating_point() or p.is_complex()) and not p.is_inference())
 
-    def __init__(self, p: Tensor) -> None:
-        self.p, self.frozen = p, not p.requires_grad
 
-    def __enter__(self) -> None:
-        if self.frozen:
-            self.p.requires_grad_(True)
-
-    def __exit__(self, *_: object) -> None:
-        if self.frozen:
-            self.p.requires_grad_(False)
+def install(slot: Slot, p: Tensor) -> None:
+    """Register the slot as p's hook. torch does so only for what requires grad, and is asked for the hooks of an
+    uninitialized parameter (of a lazy layer) by way of the base class; they stay when that gets its shape."""
+    frozen = not p.requires_grad
+    with torch._C.DisableTorchFunctionSubclass():
+        if frozen:
+            p.requires_grad_(True)
+        slot.handle = p.register_post_accumulate_grad_hook(slot)
+        if frozen:
+            p.requires_grad_(False)
 
 
 def trains(p: Tensor) -> bool:
-    return p.requires_grad and p.device.type != "meta"
+    return p.requires_grad and p.device.type != "meta" and not is_lazy(p)
 
 
 def accept_any_dtype(slot: Slot, p: Tensor) -> None:
