@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -150,17 +151,41 @@ def accept_any_dtype(slot: Slot, p: Tensor) -> None:
 
 
 def refuse_second_owner(name: str, p: Tensor, session: InBackward) -> None:
-    for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
-        owner = hook.owner() if isinstance(hook, Slot) else None
-        if owner not in (None, session) and owner.run() is not None:
-            raise RuntimeError(
-                f"parameter {name} is already accumulated in backward by another FusedAccumAdamW; one p.grad can be "
-                "the buffer of one optimizer only: remove() the other's handle first, or give each its own parameters"
-            )
+    if not _has_other_owner(p, session):
+        return
+    gc.collect()  # a scheduler and its optimizer hold each other, so that one nobody has any more may still live
+    if _has_other_owner(p, session):
+        raise RuntimeError(
+            f"parameter {name} is already accumulated in backward by another FusedAccumAdamW; one p.grad can be the "
+            "buffer of one optimizer only: remove() the other's handle first, or give each its own parameters"
+        )
 
 
-def remove_hooks(slots: dict[int, Slot]) -> None:
-    for slot in slots.values():
-        if slot.handle is not None:
-            slot.handle.remove()
-            slot.handle = None
+def _has_other_owner(p: Tensor, session: InBackward) -> bool:
+    hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
+    owners = [hook.owner() for hook in hooks if isinstance(hook, Slot)]
+    return any(owner not in (None, session) and owner.run() is not None for owner in owners)
+
+
+def remove_hook(slot: Slot) -> None:
+    if slot.handle is not None:
+        slot.handle.remove()
+        slot.handle = None
+
+
+def uninstall(slot: Slot) -> None:
+    """Give the parameter back as it was, but for a p.grad that is there."""
+    remove_hook(slot)
+    p = slot.param()
+    if p is not None and slot.grad_dtype is not None and (p.grad is None or p.grad.dtype == slot.grad_dtype):
+        p.grad_dtype = slot.grad_dtype
+
+
+def abandon(slots: dict[int, Slot]) -> None:
+    """What is left to do when an optimizer is gone: a p.grad becomes one that others can use."""
+    with torch.inference_mode(False), torch.no_grad():
+        for slot in slots.values():
+            p = slot.param()
+            if p is not None and p.grad is not None and p.grad.dtype != p.dtype and slot.grad_dtype is not None:
+                p.grad = p.grad.to(p.dtype)
+            uninstall(slot)
