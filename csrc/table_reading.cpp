@@ -143,7 +143,7 @@ bool Table::collect_row(Entry& e, PyObject* accum, char& held, DType dtype_then,
     if (accum != Py_None && !readable(e.accum, e.a)) return false;
   }
   if (has_grad) {
-    e.aliased = accum != Py_None && e.a.data && e.g.data == e.a.data;
+    e.aliased = accum != Py_None && e.a.data && same_elements(e.g, e.a);
     if (e.aliased) held = kByGrad;
     else if (held == kByGrad) held = 0;
   }

@@ -126,6 +126,10 @@ bool same_strides(const TensorInfo& a, const TensorInfo& b) {
   return true;
 }
 
+bool same_elements(const TensorInfo& a, const TensorInfo& b) {
+  return a.data == b.data && a.dtype == b.dtype && same_sizes(a, b) && same_strides(a, b);
+}
+
 bool is_row_major(const TensorInfo& t) {
   int64_t expected = 1;
   for (int d = t.ndim - 1; d >= 0; --d) {

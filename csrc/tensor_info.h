@@ -60,4 +60,7 @@ bool is_dense(const TensorInfo& t);
 bool is_row_major(const TensorInfo& t);
 bool same_strides(const TensorInfo& a, const TensorInfo& b);
 
+// Whether one is the other under another name: not, say, its transpose, which begins at the same place.
+bool same_elements(const TensorInfo& a, const TensorInfo& b);
+
 }  // namespace fa

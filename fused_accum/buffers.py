@@ -49,9 +49,13 @@ class Buffers:
         self.sent: dict[tuple[int, ...], Tensor] = {}
 
     def is_buffer(self, i: int, g: Tensor) -> bool:
-        """Whether the gradient ``g`` of parameter ``i`` is its buffer under another name."""
+        """Whether the gradient ``g`` of parameter ``i`` is its buffer under another name, element by
+        element: a transposed or expanded view of it begins at the same place, and is another gradient."""
         accum = self.accums[i]
-        return accum is not None and g.numel() > 0 and g.data_ptr() == accum.data_ptr()
+        if accum is None or g.numel() == 0 or g.data_ptr() != accum.data_ptr():
+            return False
+        alike = g.stride() == accum.stride() and g.shape == accum.shape and g.dtype == accum.dtype
+        return alike and not g.is_neg()
 
     def allocate(self, rows: Sequence[int]) -> None:
         """Give ``rows`` buffers, uninitialized: the first contribution writes without reading."""

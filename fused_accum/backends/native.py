@@ -56,7 +56,8 @@ class NativeBucket(Bucket):
         )  # fmt: skip
         self.table.accept(torch.Tensor)
         self.table.accept(torch.nn.Parameter)
-        self.inference = any(p.is_inference() for p in self.params)
+        with torch._C.DisableTorchFunctionSubclass():  # which an uninitialized parameter has refuse it
+            self.inference = any(p.is_inference() for p in self.params)
         self.all_squares = self.new_squares() if self.options.measures else None
 
     def collect(self, buffers: bool) -> int:
