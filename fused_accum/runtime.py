@@ -185,14 +185,10 @@ class Runtime:
         where: dict[torch.device, tuple[list[Tensor], list[int], list[int]]] = {}
         names: dict[int, str] = {}
         for index, group in enumerate(groups):
-            own_names = group.get("param_names")
             for position, p in enumerate(group["params"]):
                 if id(p) in names:
                     continue  # listed twice: one parameter, one update
-                named = own_names is not None and position < len(own_names)
-                names[id(p)] = (
-                    repr(own_names[position]) if named else f"param_groups[{index}]['params'][{position}]"
-                )
+                names[id(p)] = checks.name_in(group, index, position)
                 members, owners, places = where.setdefault(p.device, ([], [], []))
                 places.append(len(names) - 1)
                 members.append(p)

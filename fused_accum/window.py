@@ -263,8 +263,8 @@ class Window:
 
     def take_group_entries(self, group: dict[str, Any]) -> None:
         """Move a saved window from ``group`` (mutated) into this one."""
-        self.microbatches = int(group.pop("accum_microbatches", 0))
-        self.weight = float(group.pop("accum_weight", 0.0))
-        self.weighted = bool(group.pop("accum_weighted", False))
-        self.scale_sum = float(group.pop("accum_scale_sum", 0.0))
-        self.scaled = int(group.pop("accum_scaled", 0 if self.weighted else self.microbatches))
+        self.microbatches = int(group.pop("accum_microbatches"))
+        self.weight = float(group.pop("accum_weight"))
+        self.weighted = bool(group.pop("accum_weighted"))
+        self.scale_sum = float(group.pop("accum_scale_sum"))
+        self.scaled = int(group.pop("accum_scaled"))
