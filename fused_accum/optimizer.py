@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import checkpoint, norms, pipeline
+from . import checkpoint, checkpoint_checks, norms, pipeline
 from .amp import ScalerSupport
 from .backward_modes import BackwardModes
 from .entry import hooked, one_graph_break
@@ -241,15 +241,15 @@ class FusedAccumAdamW(BackwardModes, LookingIn, ScalerSupport, torch.optim.AdamW
         With ``master_weights`` also ``state[i]["master"]``; with ``stochastic_rounding`` a group entry
         ``rounding_seed``. A run resumed from it continues bit-identically. Warns once in mid-window.
         """
-        with self._run.exclusive("state_dict"), checkpoint.visible_window(self):
-            result = super().state_dict()
+        with self._run.exclusive("state_dict"):
+            result = checkpoint.state_dict(self)
         checkpoint.warn_mid_window_save(self._run)
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of torch.optim.AdamW; moments become ``state_dtype`` uncast by the
         parameter's dtype. An open window is discarded with a warning, a saved one restored. ValueError, with nothing
-        loaded, for what lacks AdamW's entries."""
+        loaded, for what lacks AdamW's entries, and for a saved window that is not whole."""
         run = self._run
         owner = run.owner()
         if owner is not self:  # the wrapper's attributes are not the optimizer's, which torch's loading assigns to
@@ -258,9 +258,10 @@ class FusedAccumAdamW(BackwardModes, LookingIn, ScalerSupport, torch.optim.AdamW
         dropped = run.window.microbatches
 
         def remember(_: Any, incoming: dict[str, Any]) -> None:
-            checkpoint.refuse_foreign(incoming)
-            checkpoint.refuse_other_masters(self, incoming)
-            checkpoint.saved_seed(self, incoming)
+            checkpoint_checks.refuse_foreign(incoming)
+            checkpoint_checks.refuse_other_masters(self, incoming)
+            checkpoint_checks.refuse_partial_window(self, incoming)
+            checkpoint_checks.saved_seed(self, incoming)
             run.incoming = incoming
 
         with run.exclusive("load_state_dict"):

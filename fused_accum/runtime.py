@@ -94,24 +94,39 @@ class Runtime:
         session = self.backward
         if session is not None and session.installed:
             raise RuntimeError("this optimizer already accumulates in backward; remove() the first handle before")
-        if session is None and self.window.microbatches and not explicit and not self.hooks_missing:
+        restored = session is None and not explicit and self.window.restored > 0
+        pending = self.window.microbatches - self.window.restored
+        if session is None and pending and not explicit and not self.hooks_missing:
             raise RuntimeError(
-                f"{self.window.microbatches} explicit micro-batch(es) are pending, which backward cannot add to; "
-                "call step() or zero_grad() before accumulating in backward"
+                f"{pending} explicit micro-batch(es) are pending, which backward cannot add to; call step() or "
+                "zero_grad() before accumulating in backward"
             )
         if session is None:
             session = kind(self)
         elif type(session) is not kind:
             raise RuntimeError("the window of another backward mode is still open; call step() or zero_grad() first")
         buckets = self.buckets(groups)
+        if restored:
+            self.refuse_gradients(buckets)
         session.cover(p for bucket in buckets for p in bucket.params)
         session.leftover = any(p.grad is not None for bucket in buckets for p in bucket.params)
         session.installed = True
         self.backward = session
-        if self.hooks_missing:
+        if self.hooks_missing or restored:
             self.hooks_missing = False
+            self.window.restored = 0
             session.publish()
         return session
+
+    def refuse_gradients(self, buckets: Sequence[Bucket]) -> None:
+        """Raise where a gradient is in the place of a restored sum."""
+        held = [p for bucket in buckets for p in bucket.params if p.grad is not None]
+        if held:
+            raise RuntimeError(
+                f"p.grad of parameter {self.name_of(held[0])} holds a gradient from before, where the "
+                f"{self.window.restored} micro-batch(es) are to be that load_state_dict() has restored: drop it with "
+                "discard_microbatch(), and put its backward after this call"
+            )
 
     def refuse_missing_hooks(self, call: str) -> None:
         if self.hooks_missing:
@@ -152,14 +167,10 @@ class Runtime:
         where: dict[torch.device, tuple[list[Tensor], list[int], list[int]]] = {}
         names: dict[int, str] = {}
         for index, group in enumerate(groups):
-            own_names = group.get("param_names")
             for position, p in enumerate(group["params"]):
                 if id(p) in names:
                     continue  # listed twice: one parameter, one update
-                named = own_names is not None and position < len(own_names)
-                names[id(p)] = (
-                    repr(own_names[position]) if named else f"param_groups[{index}]['params'][{position}]"
-                )
+                names[id(p)] = checks.name_in(group, index, position)
                 members, owners, places = where.setdefault(p.device, ([], [], []))
                 places.append(len(names) - 1)
                 members.append(p)

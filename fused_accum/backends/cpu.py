@@ -13,7 +13,6 @@ from ..rows import Rows
 from .base import Backend
 from .native import _C, MISSING, NativeBucket, accumulate_lists, adamw_lists, place_of
 
-
 TERM_TOKENS = 64  # kTermTokens of csrc/product.h
 
 
