@@ -2,7 +2,7 @@
 //
 // torch's DLPack C exchange API reads a tensor, but most of its time goes into a counted reference, for which torch
 // takes the GIL once more. The function of libtorch behind it borrows: so it is called itself, on the at::Tensor that a
-// Python tensor begins with. That it does is not taken for granted: the first tensor read both ways decides.
+// Python tensor begins with. That it does is not taken for granted: the first plain tensor, read both ways, decides.
 #pragma once
 
 #include <Python.h>
