@@ -89,15 +89,18 @@ class Bucket(Buffers):
     def prepare(self, state: dict, groups: Sequence[dict[str, Any]], hypers: Sequence[Hyper]) -> None:
         """Make the state that the collected rows lack and validate what they have; changes nothing else."""
         for i in self.contributing():
-            p = self.params[i]
             if self.grads[i] is None:
                 self.check(i, None)
-            checks.check_options(self.name_of(p), p, self.options)
-            group = groups[self.groups[i]]
-            self.complete(state[p], p, group, self.options)
-            for spec in STATE:
-                if spec.name in state[p] and spec.wanted(p, group, self.options):
-                    checks.check_state(self.name_of(p), spec, p, state[p][spec.name], self.options)
+            self.prepare_row(i, state, groups)
+
+    def prepare_row(self, i: int, state: dict, groups: Sequence[dict[str, Any]]) -> None:
+        p, group, name = self.params[i], groups[self.groups[i]], self.name_of(self.params[i])
+        checks.check_options(name, p, self.options)
+        checks.check_step(name, p, state[p].get("step"))
+        self.complete(state[p], p, group, self.options)
+        for spec in STATE:
+            if spec.name in state[p] and spec.wanted(p, group, self.options):
+                checks.check_state(name, spec, p, state[p][spec.name], self.options)
 
     def sum_up(self, scale: float | Tensor) -> None:
         """After ``prepare``, before a step that needs the norm: what is to be added to a buffer is added, and
@@ -178,8 +181,7 @@ class Bucket(Buffers):
         if g is not None and (g.is_neg() or g._is_zerotensor()):
             g = checks.plain_gradient(g)
         self.grads = {i: g}
-        checks.check_options(self.name_of(p), p, self.options)
-        self.complete(state[p], p, groups[self.groups[i]], self.options)
+        self.prepare_row(i, state, groups)
         table = self.rows([i], state, self.hypers, 1.0, coefficient)
         self.backend.adamw(table)
         increment_version([*table.written(), *([g] if self.present[i] == BY_GRAD else [])])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import checks
 from .state import PARAMETER_DTYPES, Options
 
 SLAB_BYTES = 64 << 20  # buffers are cut from flat allocations of at most this size (larger ones stand alone)
@@ -59,6 +60,8 @@ class Buffers:
 
     def allocate(self, rows: Sequence[int]) -> None:
         """Give ``rows`` buffers, uninitialized: the first contribution writes without reading."""
+        if rows:
+            checks.refuse_fake_mode("accumulation")
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i in rows:
             by_dtype.setdefault(self.options.accum_dtype_for(self.params[i]), []).append(i)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .checks import name_in, short
+from .checks import name_in, refuse_fake_mode, short
 from .state import STATE, checked_rounding_seed
 from .window import Window
 
@@ -110,6 +110,8 @@ def refuse_partial_window(opt: FusedAccumAdamW, incoming: dict[str, Any]) -> Non
                 f"has those of {len(held)}: 'accum' is {'missing' if missing > 0 else 'too much'} in the state of "
                 f"{which}{', '.join(some[:5])}{', ...' if len(some) > 5 else ''}. {WHOLE}"
             )
+    if books:
+        refuse_fake_mode("load_state_dict")
     if any(book != books[0] for book in books):
         raise ValueError(
             f"the groups of the loaded state_dict tell of different open windows ({', '.join(WINDOW_KEYS[:-1])}: "

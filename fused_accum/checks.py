@@ -11,6 +11,7 @@ from torch import Tensor
 from .state import PARAMETER_DTYPES, Options, StateSpec
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+_FAKE, _dispatch_mode = torch._C._TorchDispatchModeKey.FAKE, torch._C._get_dispatch_mode
 
 
 def short(dtype: torch.dtype) -> str:
@@ -39,6 +40,15 @@ def _check_real_storage(what: str, t: Tensor) -> None:
         )
     if t.device.type == "meta":
         raise RuntimeError(f"{what} is on the meta device and has no data: materialize it with module.to_empty()")
+
+
+def refuse_fake_mode(call: str) -> None:
+    """Raise inside a FakeTensorMode, where nothing is computed and what is allocated stays fake."""
+    if _dispatch_mode(_FAKE) is not None:
+        raise RuntimeError(
+            f"{call}: in a FakeTensorMode tensors have no data, and what the optimizer keeps would stay without for "
+            "ever; leave the mode first. Nothing was changed"
+        )
 
 
 def check_parameter(name: str, p: Tensor) -> None:
@@ -119,15 +129,36 @@ def check_options(name: str, p: Tensor, options: Options) -> None:
         )
 
 
-def check_state(name: str, spec: StateSpec, p: Tensor, t: Tensor, options: Options) -> None:
+def check_step(name: str, p: Tensor, step: Any) -> None:
+    """Raise unless ``step``, if it is a tensor, can be the count of ``p``'s updates."""
+    if not isinstance(step, Tensor):
+        return
+    what = f"state 'step' of parameter {name}"
+    _check_real_storage(what, step)
+    if step.numel() != 1 or step.is_complex() or step.device.type not in ("cpu", p.device.type):
+        raise RuntimeError(
+            f"{what} is {short(step.dtype)} {tuple(step.shape)} on {step.device}; it must be one real number, on the "
+            "CPU or the parameter's device: set optimizer.state[parameter]['step'] = torch.tensor(updates, "
+            "dtype=torch.float32), load a matching state_dict, or delete optimizer.state[parameter] to start it anew"
+        )
+
+
+def check_state(name: str, spec: StateSpec, p: Tensor, t: Any, options: Options) -> None:
     """Raise unless the state tensor ``t`` can be what ``spec`` says for ``p``."""
-    key = spec.name
-    _check_real_storage(f"state {key!r} of parameter {name}", t)
+    what = f"state {spec.name!r} of parameter {name}"
+    remedy = "load a matching state_dict, or delete optimizer.state[parameter] to start it anew"
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{what} is {t!r}; it must be a tensor of the parameter's shape: {remedy}")
+    _check_real_storage(what, t)
     why = spec.refusal(p, t, options)
     if t.device != p.device or t.shape != p.shape or why:
         raise RuntimeError(
-            f"state {key!r} of parameter {name} is {short(t.dtype)} {tuple(t.shape)} on {t.device}, the parameter "
+            f"{what} is {short(t.dtype)} {tuple(t.shape)} on {t.device}, the parameter "
             f"is {tuple(p.shape)} on {p.device}; state must have the parameter's shape and device"
-            f"{f' ({why})' if why else ''}: load a matching state_dict, or delete optimizer.state[parameter] to "
-            "start it anew"
+            f"{f' ({why})' if why else ''}: {remedy}"
+        )
+    if torch._debug_has_internal_overlap(t) == 1:
+        raise RuntimeError(
+            f"{what} of shape {tuple(t.shape)} has strides {t.stride()}: several elements share one place in memory "
+            f"and cannot be updated on their own; put its .clone() there, or {remedy}"
         )

@@ -59,8 +59,11 @@ class Runtime:
     def exclusive(self, call: str) -> Exclusive:
         """One call at a time, and none that takes gradients from inside a backward.
 
-        Hooks of ``state_dict`` and ``load_state_dict`` run within them and may call the optimizer.
+        Hooks of ``state_dict`` and ``load_state_dict`` run within them and may call the optimizer. Between windows
+        these two compute nothing, so that they are torch's in a FakeTensorMode too.
         """
+        if self.window.microbatches or call not in ("state_dict", "load_state_dict"):
+            checks.refuse_fake_mode(call)
         return Exclusive(self, call)
 
     def refuse_half_applied(self, call: str) -> None:
@@ -164,6 +167,7 @@ class Runtime:
 
     def rebuild(self, groups: Sequence[dict[str, Any]]) -> None:
         """Sort the parameters of ``groups`` into buckets; buffers and open window are kept."""
+        checks.refuse_fake_mode("optimizer")
         where: dict[torch.device, tuple[list[Tensor], list[int], list[int]]] = {}
         names: dict[int, str] = {}
         for index, group in enumerate(groups):

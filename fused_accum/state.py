@@ -12,6 +12,7 @@ from torch import Tensor
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ACCUM_DTYPES = (torch.float32, torch.bfloat16)
 STATE_DTYPES = (torch.float32, torch.bfloat16, None)
+STEP_DTYPES = (torch.float32, torch.float64)  # which count on where bfloat16 would stay at 256
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 MASTER_DTYPES = {"fp32": torch.float32, "split": torch.int16}  # by master_weights; int16: half of a float32
 # What 16-bit parameters keep beside them, numbered as enum Weights of csrc/weights.h.
@@ -245,7 +246,7 @@ def complete(state: dict[str, Any], p: Tensor, group: dict[str, Any], options: O
         step = state.get("step")
         if not isinstance(step, Tensor):
             state["step"] = new_step() if step is None else torch.full_like(new_step(), float(step))
-        elif not step.is_floating_point():
+        elif step.dtype not in STEP_DTYPES:  # an integer, or of a state_dict cast as a whole
             state["step"] = step.to(torch.float32)
         for spec in STATE:
             if spec.name not in state and spec.wanted(p, group, options):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from . import streams
+from . import checks, streams
 from .amp import MIXED
 from .entry import in_compiled_autograd
 from .graph_tasks import GraphTasks, Task
@@ -213,6 +213,7 @@ class WindowInGrad:
         if run is None:
             return
         run.refuse_half_applied("backward")
+        checks.refuse_fake_mode("backward")
         self.refuse_compiled_autograd()
         run.stepped_in_backward = False
         if len(self.tasks.running) > 1 and self.tasks.concurrent(task):

@@ -159,8 +159,9 @@ class NativeBucket(Bucket):
         if row >= 0:
             p = self.params[row]
             raise RuntimeError(
-                f"parameter {self.name_of(p)} ({checks.short(p.dtype)} {tuple(p.shape)}, {type(p).__name__}) cannot "
-                "be read by the native code of fused_accum; construct the optimizer with backend='reference'"
+                f"parameter {self.name_of(p)} ({checks.short(p.dtype)} {tuple(p.shape)}, {type(p).__name__}), its "
+                "gradient or its state cannot be read by the native code of fused_accum; construct the optimizer "
+                "with backend='reference'"
             )
 
 
