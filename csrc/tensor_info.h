@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "dtypes.h"
+#include "exchange.h"
 
 namespace fa {
 
@@ -46,10 +47,8 @@ struct TensorAttributes {
 };
 TensorAttributes& tensor_attributes();
 
-// Must be called once, with torch.Tensor, before read_tensor. Uses the DLPack C exchange API of the class where it
-// has one (about 50 ns a tensor), else the tensor's Python attributes.
-void set_tensor_class(PyObject* tensor_class);
-bool has_exchange_api();
+// Must be called once, with torch.Tensor, before read_tensor; `best` as bind_exchange's.
+void set_tensor_class(PyObject* tensor_class, Way best);
 
 // False, with no Python error set, for a tensor that has no plain elements of a supported dtype; int16 is read too, as
 // DType::i16.

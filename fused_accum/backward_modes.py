@@ -39,7 +39,8 @@ class BackwardModes:
         unscales, replaces or clears it changes what ``step()`` uses, and a parameter takes part when its ``p.grad``
         is not None. A ``g = p.grad`` kept across ``step()`` reads zero.
 
-        Parameters added or unfrozen later are included. A backward that fails in the middle is noticed: the next
+        A window that ``load_state_dict`` has restored is taken over: its sums become ``p.grad``. Parameters added or
+        unfrozen later are included. A backward that fails in the middle is noticed: the next
         backward, ``accumulate()`` or ``step()`` raises until ``zero_grad()``.
 
         Returns:
@@ -47,8 +48,8 @@ class BackwardModes:
             still be stepped.
 
         Raises:
-            RuntimeError: explicit micro-batches are pending; this optimizer, or another one with a parameter of this
-                one, accumulates in backward already.
+            RuntimeError: explicit micro-batches are pending; a p.grad is in the place of a restored sum; this
+                optimizer, or another one with a parameter of this one, accumulates in backward already.
         """
         with self._run.exclusive("accumulate_in_backward"):
             return Handle(self._run.start_backward(self.param_groups))

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .checkpoint_checks import SEED_KEY, saved_seed
 from .runtime import Runtime
 from .skipping import Count
-from .state import STATE, checked_rounding_seed, complete
+from .state import STATE, complete
 
 if TYPE_CHECKING:
     from .optimizer import FusedAccumAdamW
 
 PICKLE_KEY = "_fused_accum"
-GROUP_KEYS = ("params", "lr", "betas", "eps", "weight_decay")  # the others have defaults
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-SEED_KEY = "rounding_seed"  # of a saved group: step is the other part of the generator's state
 
 
 def _parameters(opt: FusedAccumAdamW) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -41,37 +39,42 @@ def _saved(run: Runtime, p: Tensor, accum: Tensor) -> Tensor:
     return accum.detach().to(run.options.accum_dtype_for(p), copy=True)
 
 
-@contextmanager
-def visible_window(opt: FusedAccumAdamW) -> Iterator[None]:
-    """While inside, the open window, and the seed of stochastic rounding, are part of ``opt.state`` and
-    ``opt.param_groups``, where ``Optimizer.state_dict`` and its hooks find them; state of parameters no longer in any
-    group is hidden, which ``Optimizer.state_dict`` cannot name. Both are put back on exit."""
+def with_window(opt: FusedAccumAdamW) -> SimpleNamespace:
+    """What ``Optimizer.state_dict`` is given in place of ``opt``: its state and groups, with copies of the window and
+    the seed of stochastic rounding, without the state of parameters no longer in any group, which it cannot name.
+
+    ``opt`` itself is left alone: memory that runs out here, or an interrupt, leaves nothing behind.
+    """
     run = opt._run
     run.settle()
     members = {id(p): group for p, group in _parameters(opt)}
-    before = dict(opt.state)
-    for key in before:
-        if isinstance(key, Tensor) and id(key) not in members:
-            del opt.state[key]
+    state = {key: own for key, own in opt.state.items() if not isinstance(key, Tensor) or id(key) in members}
     entries = {SEED_KEY: run.options.rounding_seed} if run.options.stochastic_rounding else {}
+    groups = [{**group, **entries} for group in opt.param_groups]
     if run.has_whole_window():
-        entries |= {**run.window.as_group_entries(), "accum_updates": _updates(opt)}
+        entries = {**run.window.as_group_entries(), "accum_updates": _updates(opt)}
         for p, accum in run.contributions():
             if id(p) not in members:
                 continue
-            shown = dict(opt.state.get(p, {}))
+            shown = dict(state.get(p, {}))
             complete(shown, p, members[id(p)], run.options)
-            opt.state[p] = {**shown, "accum": _saved(run, p, accum)}
-    for group in opt.param_groups:
-        group.update(entries)
-    try:
-        yield
-    finally:
-        for group in opt.param_groups:
-            for key in entries:
-                del group[key]
-        opt.state.clear()
-        opt.state.update(before)
+            state[p] = {**shown, "accum": _saved(run, p, accum)}
+        for group in groups:
+            sums = {p for p in group["params"] if "accum" in state.get(p, {})}
+            group.update(entries, accum_sums=len(sums))
+    hooks = {"_optimizer_state_dict_pre_hooks": {}, "_optimizer_state_dict_post_hooks": {}}
+    return SimpleNamespace(**{**vars(opt), **hooks, "state": state, "param_groups": groups})
+
+
+def state_dict(opt: FusedAccumAdamW) -> dict[str, Any]:
+    """``Optimizer.state_dict``, hooks included, with the open window in what it returns."""
+    for hook in opt._optimizer_state_dict_pre_hooks.values():
+        hook(opt)
+    result = torch.optim.AdamW.state_dict(with_window(opt))
+    for hook in opt._optimizer_state_dict_post_hooks.values():
+        changed = hook(opt, result)
+        result = result if changed is None else changed
+    return result
 
 
 def warn_mid_window_save(run: Runtime) -> None:
@@ -86,57 +89,6 @@ def warn_mid_window_save(run: Runtime) -> None:
             UserWarning,
             stacklevel=3,
         )
-
-
-def refuse_foreign(incoming: dict[str, Any]) -> None:
-    """Raise ValueError, before anything is loaded, for what is not the state_dict of an Adam."""
-    if "state" not in incoming or "param_groups" not in incoming:
-        raise ValueError(
-            f"the loaded state_dict has the keys {', '.join(map(repr, list(incoming)[:5]))}, not 'state' and "
-            "'param_groups'; load what optimizer.state_dict() returned (of a checkpoint that holds more, that part). "
-            "Nothing was loaded"
-        )
-    held = [(f"param_groups[{i}]", GROUP_KEYS, group) for i, group in enumerate(incoming["param_groups"])]
-    members = set(chain.from_iterable(group.get("params", ()) for _, _, group in held))
-    states = [(key, saved) for key, saved in incoming["state"].items() if key in members and saved]
-    held += [(f"state[{key!r}]", MOMENTS, saved) for key, saved in states]
-    for where, wanted, found in held:
-        lacking = ", ".join(repr(name) for name in wanted if name not in found)
-        if lacking:
-            raise ValueError(
-                f"{where} of the loaded state_dict lacks {lacking} (it has {', '.join(map(repr, found))}). "
-                "An optimizer's that is no Adam cannot be converted: load the model alone and start this optimizer "
-                "anew; or add what is lacking. Nothing was loaded"
-            )
-
-
-def refuse_other_masters(opt: FusedAccumAdamW, incoming: dict[str, Any]) -> None:
-    """Raise, before anything is loaded, where saved masters are of the other kind than this optimizer's."""
-    options = opt._run.options
-    spec = STATE[-1]
-    saved_ids = chain.from_iterable(group["params"] for group in incoming["param_groups"])
-    for saved_id, (p, group) in zip(saved_ids, _parameters(opt)):
-        saved = incoming["state"].get(saved_id, {}).get("master")
-        if isinstance(saved, Tensor) and spec.wanted(p, group, options) and saved.dtype != spec.dtype(p, options):
-            kind = "split" if saved.dtype == torch.int16 else "fp32"
-            raise ValueError(
-                f"the loaded state_dict was saved with master_weights={kind!r}, this optimizer has "
-                f"{options.master_weights!r}; construct it with master_weights={kind!r}, or remove 'master' from the "
-                "loaded state to start from the parameters"
-            )
-
-
-def saved_seed(opt: FusedAccumAdamW, incoming: dict[str, Any]) -> int | None:
-    """The seed that a state_dict was saved with, where ``opt`` rounds by chance; ValueError where it is none."""
-    if not opt._run.options.stochastic_rounding:
-        return None
-    seeds = [checked_rounding_seed(group[SEED_KEY]) for group in incoming["param_groups"] if SEED_KEY in group]
-    if len(set(seeds)) > 1:
-        raise ValueError(
-            f"the groups of the loaded state_dict have rounding_seed {', '.join(map(str, seeds))}; an optimizer has "
-            "one: set them to the one to go on with"
-        )
-    return seeds[0] if seeds else None
 
 
 def reinstate(opt: FusedAccumAdamW) -> None:
@@ -179,8 +131,10 @@ def reinstate(opt: FusedAccumAdamW) -> None:
     updates = None
     for group in reversed(opt.param_groups):
         group.pop(SEED_KEY, None)
-        run.window.take_group_entries(group)
-        updates = group.pop("accum_updates", updates)
+        if "accum_microbatches" in group:
+            run.window.take_group_entries(group)
+            updates = group.pop("accum_updates")
+            del group["accum_sums"]
     if updates is not None and updates != _updates(opt):
         run.window.clear()
         warnings.warn(

@@ -17,6 +17,13 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def name_in(group: dict[str, Any], index: int, place: int) -> str:
+    """What errors call the parameter at ``place`` of group number ``index``."""
+    names = group.get("param_names")
+    named = names is not None and place < len(names)
+    return repr(names[place]) if named else f"param_groups[{index}]['params'][{place}]"
+
+
 def _check_real_storage(what: str, t: Tensor) -> None:
     """``t`` must be a real, strided tensor whose elements are at its data pointer."""
     if t.layout != torch.strided or t.is_nested:

@@ -46,7 +46,8 @@ class MainGrad(InBackward):
             bucket.allocate([i for i, p in enumerate(bucket.params) if bucket.accums[i] is None and trains(p)])
             for row, (p, accum) in enumerate(zip(bucket.params, bucket.accums)):
                 if accum is not None and not _lies_at(p, accum):
-                    self._clear(bucket, row)
+                    if not bucket.present[row]:  # else it holds what a checkpoint, or the copied optimizer, did
+                        self._clear(bucket, row)
                     p.main_grad = accum.data
                     setattr(p.main_grad, OURS, True)
                     self.guards.append(p.register_hook(self._guard(self.slots[id(p)])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import checkpoint, norms, pipeline
-from .amp import Scaler
+from . import checkpoint, checkpoint_checks, norms, pipeline
+from .amp import ScalerSupport
 from .backward_modes import BackwardModes
 from .entry import hooked, one_graph_break
 from .looking_in import LookingIn
@@ -21,7 +20,7 @@ from .state import GroupOption, Option, Options
 from .window import count_as_scale
 
 
-class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
+class FusedAccumAdamW(BackwardModes, LookingIn, ScalerSupport, torch.optim.AdamW):
     r"""AdamW that accumulates micro-batches itself: one persistent buffer, one fused pass per micro-batch.
 
     A window is the micro-batches of one update. ``accumulate()`` adds each ``p.grad`` into the parameter's buffer
@@ -183,7 +182,7 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
             As ``accumulate``; ValueError for hyper-parameters in a group that no step can use (not finite, betas
             outside [0, 1)); RuntimeError also when GradScaler steps with explicit contributions pending.
         """
-        loss = None
+        loss = self._run.asked_with = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -205,6 +204,7 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
         After an exception in a backward, ``discard_microbatch()`` keeps the window instead.
         """
         with self._run.exclusive("zero_grad"):
+            self._run.asked_with = None
             dropped = pipeline.discard_window(self)
             super().zero_grad(set_to_none)
             if self._run.backward is not None:
@@ -233,23 +233,6 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
                 for p in group["params"]:
                     p.grad = None
 
-    # -- GradScaler -----------------------------------------------------------------------------------------
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Makes torch.amp.GradScaler call ``step`` itself with ``grad_scale`` and ``found_inf`` set: where it was
-        asked for (fused=True), while explicit micro-batches are pending, so that ``step`` can refuse, and while
-        weights are recorded in backward, when p.grad must not be edited; and after step_in_backward(), to refuse."""
-        run = self._run
-        run.scaler = Scaler.asking(sys._getframe(1)) or run.scaler
-        explicit = run.backward is None and run.window.microbatches > 0
-        weighted = run.backward is not None and run.window.weighted
-        return run.amp_requested or explicit or weighted or run.stepped_in_backward
-
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, value: bool) -> None:
-        self._run.amp_requested = bool(value)
-
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,15 +241,15 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
         With ``master_weights`` also ``state[i]["master"]``; with ``stochastic_rounding`` a group entry
         ``rounding_seed``. A run resumed from it continues bit-identically. Warns once in mid-window.
         """
-        with self._run.exclusive("state_dict"), checkpoint.visible_window(self):
-            result = super().state_dict()
+        with self._run.exclusive("state_dict"):
+            result = checkpoint.state_dict(self)
         checkpoint.warn_mid_window_save(self._run)
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class or of torch.optim.AdamW; moments become ``state_dtype`` uncast by the
         parameter's dtype. An open window is discarded with a warning, a saved one restored. ValueError, with nothing
-        loaded, for what lacks AdamW's entries."""
+        loaded, for what lacks AdamW's entries, and for a saved window that is not whole."""
         run = self._run
         owner = run.owner()
         if owner is not self:  # the wrapper's attributes are not the optimizer's, which torch's loading assigns to
@@ -275,9 +258,10 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
         dropped = run.window.microbatches
 
         def remember(_: Any, incoming: dict[str, Any]) -> None:
-            checkpoint.refuse_foreign(incoming)
-            checkpoint.refuse_other_masters(self, incoming)
-            checkpoint.saved_seed(self, incoming)
+            checkpoint_checks.refuse_foreign(incoming)
+            checkpoint_checks.refuse_other_masters(self, incoming)
+            checkpoint_checks.refuse_partial_window(self, incoming)
+            checkpoint_checks.saved_seed(self, incoming)
             run.incoming = incoming
 
         with run.exclusive("load_state_dict"):

@@ -21,46 +21,12 @@ from ._native import same_objects
 from .amp import Scaler
 from .buckets import Bucket, Stale
 from .buffers import Accum
+from .exclusive import Exclusive
 from .in_backward import InBackward
 from .norms import Norms
 from .skipping import Count, Offender
 from .state import Options
 from .window import Window
-
-
-class Exclusive:
-    """The context of ``Runtime.exclusive``: a class, since a generator would cost every call three microseconds."""
-
-    def __init__(self, run: Runtime, call: str) -> None:
-        self.run, self.call, self.holds = run, call, False
-
-    def __enter__(self) -> None:
-        run, call = self.run, self.call
-        checkpointing = call in ("state_dict", "load_state_dict")
-        if not checkpointing and torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                f"{call}() was called inside a backward pass (from a hook?), when gradients are not complete: "
-                "call it after backward() has returned"
-            )
-        if call != "load_state_dict":
-            run.refuse_half_applied(call)
-        if run.backward is not None and run.backward.stepping is not None and call != "scale_loss":
-            raise RuntimeError(f"{call}() was called inside step_in_backward(); leave it first")
-        thread = threading.get_ident()
-        if run.checkpointing_thread == thread:
-            return
-        if not run.busy.acquire(blocking=False):
-            raise RuntimeError(
-                f"{call}() was called while another call on the same optimizer is running (from another thread, "
-                "or from a signal handler); make one call at a time"
-            )
-        self.holds = True
-        run.checkpointing_thread = thread if checkpointing else None
-
-    def __exit__(self, *_: object) -> None:
-        if self.holds:
-            self.run.checkpointing_thread = None
-            self.run.busy.release()
 
 
 class Runtime:
@@ -72,6 +38,7 @@ class Runtime:
         self.window = Window()
         self.amp_requested = False
         self.scaler: Scaler | None = None  # that stepped this optimizer last
+        self.asked_with: weakref.ref | None = None  # a gradient when it asked; None since step or zero_grad
         self.incoming: dict[str, Any] | None = None
         self.warned_mid_window_save = False
         self.backward: InBackward | None = None  # p.grad, not the buckets, says what the open window holds
@@ -127,24 +94,39 @@ class Runtime:
         session = self.backward
         if session is not None and session.installed:
             raise RuntimeError("this optimizer already accumulates in backward; remove() the first handle before")
-        if session is None and self.window.microbatches and not explicit and not self.hooks_missing:
+        restored = session is None and not explicit and self.window.restored > 0
+        pending = self.window.microbatches - self.window.restored
+        if session is None and pending and not explicit and not self.hooks_missing:
             raise RuntimeError(
-                f"{self.window.microbatches} explicit micro-batch(es) are pending, which backward cannot add to; "
-                "call step() or zero_grad() before accumulating in backward"
+                f"{pending} explicit micro-batch(es) are pending, which backward cannot add to; call step() or "
+                "zero_grad() before accumulating in backward"
             )
         if session is None:
             session = kind(self)
         elif type(session) is not kind:
             raise RuntimeError("the window of another backward mode is still open; call step() or zero_grad() first")
         buckets = self.buckets(groups)
+        if restored:
+            self.refuse_gradients(buckets)
         session.cover(p for bucket in buckets for p in bucket.params)
         session.leftover = any(p.grad is not None for bucket in buckets for p in bucket.params)
         session.installed = True
         self.backward = session
-        if self.hooks_missing:
+        if self.hooks_missing or restored:
             self.hooks_missing = False
+            self.window.restored = 0
             session.publish()
         return session
+
+    def refuse_gradients(self, buckets: Sequence[Bucket]) -> None:
+        """Raise where a gradient is in the place of a restored sum."""
+        held = [p for bucket in buckets for p in bucket.params if p.grad is not None]
+        if held:
+            raise RuntimeError(
+                f"p.grad of parameter {self.name_of(held[0])} holds a gradient from before, where the "
+                f"{self.window.restored} micro-batch(es) are to be that load_state_dict() has restored: drop it with "
+                "discard_microbatch(), and put its backward after this call"
+            )
 
     def refuse_missing_hooks(self, call: str) -> None:
         if self.hooks_missing:
@@ -185,14 +167,10 @@ class Runtime:
         where: dict[torch.device, tuple[list[Tensor], list[int], list[int]]] = {}
         names: dict[int, str] = {}
         for index, group in enumerate(groups):
-            own_names = group.get("param_names")
             for position, p in enumerate(group["params"]):
                 if id(p) in names:
                     continue  # listed twice: one parameter, one update
-                named = own_names is not None and position < len(own_names)
-                names[id(p)] = (
-                    repr(own_names[position]) if named else f"param_groups[{index}]['params'][{position}]"
-                )
+                names[id(p)] = checks.name_in(group, index, position)
                 members, owners, places = where.setdefault(p.device, ([], [], []))
                 places.append(len(names) - 1)
                 members.append(p)

@@ -105,7 +105,8 @@ def number(name: str, value: Any) -> float | Tensor:
 class Window:
     """Counts and sums of the open window, in float64 on the host; ``weight`` where its micro-batches' were.
 
-    began_state: the optimizer had no state before it.
+    began_state: the optimizer had no state before it. restored: how many micro-batches a checkpoint began it with;
+    0 once p.grad holds them.
     last: the last scale that was not 0, without weights. usual: the one that all ``earlier`` such ones were; None
         where they differ.
     warned: the kinds of warnings that were given already.
@@ -133,6 +134,7 @@ class Window:
         self.last = self.usual = None
         self.earlier = 0
         self.began_state = False
+        self.restored = 0
         self.rejected_before = self.rejections
 
     def emptied(self) -> Window:
@@ -263,8 +265,8 @@ class Window:
 
     def take_group_entries(self, group: dict[str, Any]) -> None:
         """Move a saved window from ``group`` (mutated) into this one."""
-        self.microbatches = int(group.pop("accum_microbatches", 0))
-        self.weight = float(group.pop("accum_weight", 0.0))
-        self.weighted = bool(group.pop("accum_weighted", False))
-        self.scale_sum = float(group.pop("accum_scale_sum", 0.0))
-        self.scaled = int(group.pop("accum_scaled", 0 if self.weighted else self.microbatches))
+        self.microbatches = self.restored = int(group.pop("accum_microbatches"))
+        self.weight = float(group.pop("accum_weight"))
+        self.weighted = bool(group.pop("accum_weighted"))
+        self.scale_sum = float(group.pop("accum_scale_sum"))
+        self.scaled = int(group.pop("accum_scaled"))

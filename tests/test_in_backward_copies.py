@@ -73,6 +73,108 @@ def test_a_checkpoint_in_mid_window(make, device, into, replaced):
     assert_same_run(opt, other)
 
 
+MODES = {
+    "explicit": lambda opt, model: None,
+    "in-backward": lambda opt, model: opt.accumulate_in_backward(),
+    "direct": lambda opt, model: opt.direct_wgrad(model),
+    "main-grad": lambda opt, model: opt.attach_main_grad(),
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weights"])
+@pytest.mark.parametrize("source", ["explicit", "same-mode"])
+@pytest.mark.parametrize("mode", ["in-backward", "direct", "main-grad"])
+def test_a_checkpoint_is_loaded_before_or_after_a_mode_begins(make, device, mode, source, weighted):
+    """In either order the window goes on with the same bits, also those of the run that was saved in this mode."""
+
+    def new_model():
+        return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3)).to(device)
+
+    model = new_model()
+    opt = make(model.parameters(), **LARGE)
+    MODES[mode if source == "same-mode" else source](opt, model)
+    batches = torch.randn(9, 3, 5).to(device)
+
+    def train(opt, model, some):
+        for k in some:
+            weight, loss = (k + 1 if weighted else None), model(batches[k]).square().mean()
+            if opt.accumulates_in_backward:
+                opt.scale_loss(loss, weight=weight).backward()
+            else:
+                loss.backward()
+                opt.accumulate(weight=weight)
+
+    train(opt, model, [0, 1, 2])
+    opt.step()
+    train(opt, model, [3, 4])
+    saved = copy.deepcopy(mid_window_state(opt))
+    runs = [(opt, model)] if source == "same-mode" else []
+    for order in ("load first", "mode first"):
+        twin = new_model()
+        twin.load_state_dict(model.state_dict())
+        other = make(twin.parameters(), **LARGE)
+        if order == "mode first":
+            MODES[mode](other, twin)
+        other.load_state_dict(copy.deepcopy(saved))
+        if order == "load first":
+            MODES[mode](other, twin)
+        assert other.accumulates_in_backward
+        assert other.pending == (2, 9.0 if weighted else 0.0)
+        assert_same_run(opt, other)
+        runs.append((other, twin))
+    for one, net in runs:
+        train(one, net, [5])
+    for one, net in runs:
+        assert_same_run(runs[-1][0], one)
+        one.step()
+        train(one, net, [6, 7, 8])
+        one.step()
+    for one, _ in runs:
+        assert_same_run(runs[-1][0], one)
+        assert float(one.state[one.param_groups[0]["params"][0]]["step"]) == 3
+
+
+def test_a_gradient_in_the_place_of_a_restored_sum_is_refused(make, device):
+    (p,) = parameters((3,), device=device)
+    opt = make([("weight", p)], lr=0.5)
+    p.grad = torch.ones_like(p)
+    opt.accumulate()
+    fresh = make([("weight", q := copies([p])[0])], lr=0.5)
+    fresh.load_state_dict(copy.deepcopy(mid_window_state(opt)))
+    q.grad = torch.ones_like(q)
+    with pytest.raises(RuntimeError, match=r"'weight'.*1 micro-batch.*discard_microbatch\(\)"):
+        fresh.accumulate_in_backward()
+    assert not fresh.accumulates_in_backward
+    fresh.discard_microbatch()
+    fresh.accumulate_in_backward()
+    assert fresh.pending == (1, 0.0)
+    assert_same_run(opt, fresh)
+
+
+def test_what_is_accumulated_after_loading_is_explicit(make, device):
+    (p,) = parameters((3,), device=device)
+    opt = make([p], lr=0.5)
+    p.grad = torch.ones_like(p)
+    opt.accumulate()
+    fresh = make(copies([p]), lr=0.5)
+    fresh.load_state_dict(copy.deepcopy(mid_window_state(opt)))
+    fresh.param_groups[0]["params"][0].grad = torch.ones_like(p)
+    fresh.accumulate()
+    with pytest.raises(RuntimeError, match="1 explicit micro-batch"):
+        fresh.accumulate_in_backward()
+    assert fresh.pending == (2, 0.0)
+
+
+def test_a_copy_of_main_grad_keeps_its_window(make, device):
+    params = parameters((65,), (13, 17), device=device)
+    opt = make(params, **LARGE)
+    opt.attach_main_grad()
+    run_backwards(params, gradients(params, 2))
+    other = copy.deepcopy(opt)
+    other.attach_main_grad()
+    assert_same_run(opt, other)
+
+
 def test_loading_drops_the_open_window(make, device):
     params = parameters((65,), device=device)
     opt = make(params, **LARGE)
