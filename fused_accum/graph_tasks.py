@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from .entry import never_compiled
 from .slots import NO_TASK, Pulse, current_task_id
@@ -41,9 +41,11 @@ class Task:
     """One backward pass. touched: it has added to a gradient. replaced: it found a ``p.grad`` that was not where it
     had been put. direct: it has added to buffers directly, on these ``streams`` of devices; ``ordered``: slots of
     which autograd's own addition waits for that. scale, weight: what
-    ``scale_loss`` gave it. nested: it runs within another."""
+    ``scale_loss`` gave it; ``marks``: of the losses that gave it weights. nested: it runs within another."""
 
-    __slots__ = ("alive", "direct", "id", "nested", "ordered", "replaced", "scale", "streams", "touched", "weight")
+    __slots__ = (
+        "alive", "direct", "id", "marks", "nested", "ordered", "replaced", "scale", "streams", "touched", "weight",
+    )  # fmt: skip
 
     def __init__(self, id: int, alive: weakref.ref, nested: bool) -> None:
         self.id, self.alive, self.nested = id, alive, nested
@@ -52,6 +54,7 @@ class Task:
         self.ordered: set[Any] = set()
         self.scale: float | Tensor | None = None
         self.weight: float | Tensor | None = None
+        self.marks: list[Any] = []
 
 
 class GraphTasks:
@@ -60,7 +63,8 @@ class GraphTasks:
     pulse: with the id of the task whose hook came last, so that a hook needs one comparison; and of the one whose
         hook was called and has not returned: all that is known of a backward interrupted before its first hook ran.
     on_touch: called with a task before its first addition is counted in; may raise.
-    on_finish: called with an outermost task when it has finished; may raise.
+    on_finish: called with an outermost task that has added to gradients, or has a weight, when it has finished; may
+        raise.
     awaited: nested tasks whose outer task has not been heard of since.
     ever_nested: whether a task was ever seen inside another.
     """
@@ -143,12 +147,20 @@ class GraphTasks:
         task = self.running[id]
         self.pulse.task = NO_TASK
         try:
-            if task.touched and not task.nested:
+            if (task.touched or task.marks) and not task.nested:
                 self.on_finish(task)
         except Exception:
             del self.running[id]
             raise
         del self.running[id]  # not after an interrupt: then the micro-batch may not have been counted
+
+
+def roots() -> Sequence[Tensor | GradientEdge]:
+    """What the backward that runs here was called on; empty where it was called in another thread (on a GPU)."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        frame = frame.f_back
+    return () if frame is None else frame.f_locals["t_outputs"]
 
 
 def _outer_node() -> Any:

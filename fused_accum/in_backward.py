@@ -56,7 +56,8 @@ class InBackward(WindowInGrad):
         self.spoiled: Exception | None = None  # why the window cannot be stepped
         self.edited: str | None = None  # the parameter whose undivided p.grad was changed
         self.installed = True
-        self.leftover = False
+        self.leftover = self.aside = False
+        self.books = object()
         self.handed_out: weakref.ref | None = None
         self.ready: Callable[[Slot, Tensor], None] | None = None
         self.stepping: StepInBackward | None = None

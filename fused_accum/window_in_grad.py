@@ -17,6 +17,7 @@ from .slots import ALL, NOTHING, VERSIONS, Slot
 
 if TYPE_CHECKING:
     from .runtime import Runtime
+    from .scale_loss import Mark
     from .step_in_backward import StepInBackward
 
 UNFINISHED = (
@@ -31,7 +32,8 @@ class WindowInGrad:
     window: number of the open window. backwards: how many have finished. spoiled: why the window cannot be stepped.
     edited: the parameter whose undivided p.grad was changed. direct: slots of parameters that get their gradients
     directly; direct_backwards: how many backwards of this window had such. leftover: some p.grad may be from before
-    the hooks. handed_out: what scale_loss returned last, if its backward has not come.
+    the hooks. handed_out: what scale_loss returned last, if its backward has not come. aside: a loss with a weight
+    went backward, but not into p.grad. books: of the open window, another object for each.
     """
 
     run: Callable[[], Runtime | None]
@@ -50,6 +52,8 @@ class WindowInGrad:
     installed: bool
     handed_out: weakref.ref | None
     leftover: bool
+    aside: bool
+    books: object
 
     def end_removed(self) -> None:
         raise NotImplementedError
@@ -80,7 +84,8 @@ class WindowInGrad:
         """The window's books start again; p.grad is left alone."""
         self.run().window.clear()
         self.spoiled = self.edited = None
-        self.leftover = False
+        self.leftover = self.aside = False
+        self.books = object()
         self.watch(None)
         self.direct_backwards = 0
 
@@ -103,6 +108,7 @@ class WindowInGrad:
         self.refuse_unfinished()
         self.settle()
         self.refuse_wrong_counts()
+        self._refuse_aside()
         if self.run().window.weighted:
             self.audit()
             if self.edited is not None:
@@ -110,7 +116,8 @@ class WindowInGrad:
                     f"p.grad of parameter {self.edited} was changed after its backward, while scale_loss() has "
                     "recorded weights: it holds the sum not yet divided by them, which step() does, so that clipping "
                     "or scaling it acts on another gradient than meant; clip inside the step with max_grad_norm, or "
-                    "leave the weights out and divide the loss yourself. zero_grad() drops the window"
+                    "leave the weights out and divide the loss yourself. (DistributedDataParallel changes it so when "
+                    "it averages after no_sync(): docs/distributed.md.) zero_grad() drops the window"
                     if self.installed
                     else f"a backward, or something else, changed p.grad of parameter {self.edited} after the handle "
                     "was removed, in a window with weights: no hook saw with which. End a window with step() before "
@@ -153,15 +160,29 @@ class WindowInGrad:
                 )
         self.leftover = False
 
-    def record(self, scale: float | Tensor, weight: float | Tensor | None) -> None:
-        """The running backward is that of a scaled loss; it counts once it has finished."""
+    def _refuse_aside(self) -> None:
+        """Raise RuntimeError where p.grad is most likely what torch.autograd.grad gave of a loss with a weight."""
+        if self.aside and not self.run().window.microbatches and (held := self.sums()):
+            raise RuntimeError(
+                f"p.grad of parameter {self.run().name_of(held[0][0])} was put there, but the only backward of a "
+                "scale_loss(weight=...) in this window left nothing in p.grad (torch.autograd.grad?): its weight, "
+                "which its gradients are multiplied by, is not recorded. Give torch.autograd.grad the loss itself, "
+                "without scale_loss(), or call backward(); zero_grad() drops the window"
+            )
+
+    def record(self, scale: float | Tensor, weight: float | Tensor | None, mark: Mark) -> None:
+        """The running backward is that of a scaled loss; it counts once it has finished, and the loss once only,
+        however many backwards it has (of parts, with ``inputs=``)."""
         self.refuse_compiled_autograd()
         self.handed_out = None
         task = self.tasks.enter()
         if weight is None:
             task.scale = scale
-        else:
-            task.weight = weight if task.weight is None else task.weight + weight
+            return
+        if mark.books is self.books:
+            weight = 0.0
+        task.marks.append(mark)
+        task.weight = weight if task.weight is None else task.weight + weight
 
     def _warn_of_dropped(self) -> None:
         """After the backward of a loss without a factor: warn where one that scale_loss returned is gone, unused."""
@@ -253,6 +274,9 @@ class WindowInGrad:
         run = self.run()
         if run is None:
             return
+        if not task.touched:
+            self.aside = self.aside or isinstance(task.weight, Tensor) or task.weight != 0
+            return
         replaced = task.replaced and self.stepping is None and self.edited is None
         if replaced and not any(slot.backward != self.backwards and self.holds(slot) for slot in self.slots.values()):
             self.close()  # nothing of the earlier micro-batches is left
@@ -267,6 +291,8 @@ class WindowInGrad:
                 raise
         if task.weight is not None:
             window.add(1.0, task.weight)
+            for mark in task.marks:
+                mark.books = self.books
         elif task.scale is not None:
             window.add(task.scale, None)
         else:
