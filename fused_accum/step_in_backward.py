@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import streams
 from .buffers import BY_GRAD
+from .entry import one_graph_break
 from .graph_tasks import Task
 from .in_backward import InBackward, Slot
 from .state import Hyper
@@ -37,6 +38,7 @@ class StepInBackward:
         self.coefficient: float | None = None  # None: nothing to divide by, so no update
         self.done: set[int] = set()
 
+    @one_graph_break
     def __enter__(self) -> None:
         run = self.run
         with run.exclusive("step_in_backward"):
@@ -72,6 +74,7 @@ class StepInBackward:
             session.stepping = self
             session.watch(None)
 
+    @one_graph_break
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
