@@ -25,6 +25,7 @@ const ExchangeApi* api = nullptr;
 // Functions of libtorch, of `const at::Tensor&`; they may throw. Null where there is none, or it is not to be used.
 void (*view_function)(const void* tensor, DLTensor* out) = nullptr;  // at::toDLPackNonOwning
 void (*bump_function)(const void* tensor) = nullptr;                 // torch::autograd::impl::bump_version
+bool (*negated_function)(const void* tensor) = nullptr;              // at::native::is_neg
 bool view_verified = false, bump_verified = false;
 
 // The at::Tensor of a Python tensor.
@@ -72,6 +73,7 @@ void bind_exchange(PyObject* tensor_class, Way best) {
   api = nullptr;
   view_function = nullptr;
   bump_function = nullptr;
+  negated_function = nullptr;
   view_verified = bump_verified = false;
   if (best == Way::attributes) return;
   Ref capsule(PyObject_GetAttrString(tensor_class, "__dlpack_c_exchange_api__"));
@@ -89,7 +91,9 @@ void bind_exchange(PyObject* tensor_class, Way best) {
     function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
   };
   symbol(view_function, "_ZN2at17toDLPackNonOwningERKNS_6TensorEP8DLTensor");
-  if (view_function) symbol(bump_function, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE");
+  if (!view_function) return;
+  symbol(bump_function, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE");
+  symbol(negated_function, "_ZN2at6native6is_negERKNS_6TensorE");
 }
 
 Way way_taken() { return view_verified ? Way::libtorch : api ? Way::exchange : Way::attributes; }
@@ -104,6 +108,14 @@ bool view_tensor(PyObject* tensor, DLTensor& view) {
     if (!view_verified) view_function = nullptr;
   }
   return true;
+}
+
+bool is_negated(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
+  if (negated_function && view_verified && is_tensor(tensor)) return negated_function(inner(tensor));
+  Ref answer(PyObject_CallMethodNoArgs(tensor, name));
+  PyErr_Clear();
+  return answer.get() != Py_False;
 }
 
 bool bump_version(PyObject* tensor) {

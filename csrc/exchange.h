@@ -54,6 +54,9 @@ bool counts_versions();
 // Not for Way::attributes. False, with no Python error set, for what is no tensor with memory. Borrows of `tensor`.
 bool view_tensor(PyObject* tensor, DLTensor& view);
 
+// Whether the tensor's elements are to be read with the other sign (torch.Tensor.is_neg), or that cannot be told.
+bool is_negated(PyObject* tensor);
+
 // Counts the tensor's version up; false where that is left to torch.autograd.graph.increment_version.
 bool bump_version(PyObject* tensor);
 

@@ -8,7 +8,6 @@ namespace {
 
 // Attribute names, interned once.
 struct Names {
-  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
   PyObject* step = PyUnicode_InternFromString("step");
   PyObject* exp_avg = PyUnicode_InternFromString("exp_avg");
   PyObject* exp_avg_sq = PyUnicode_InternFromString("exp_avg_sq");
@@ -34,17 +33,6 @@ bool has_internal_overlap(const TensorInfo& t) {
     if (t.strides[d] == 0 && t.sizes[d] > 1) return true;
   }
   return false;
-}
-
-// Whether a lazily negated tensor could look like t: torch makes those as views of every other element, so that one
-// with several elements cannot be row-major to the letter. Spares a call for every ordinary gradient.
-bool may_be_negated(const TensorInfo& t) {
-  int64_t expected = 1;
-  for (int d = t.ndim - 1; d >= 0; --d) {
-    if (t.strides[d] != expected) return true;
-    expected *= t.sizes[d];
-  }
-  return t.numel == 1;
 }
 
 // A parameter's state by name. Names in Python code are interned, and so are most keys: comparing pointers while going
@@ -124,9 +112,7 @@ bool Table::readable_master(const Entry& e, TensorInfo& info) const {
 }
 
 bool Table::usable_gradient(const Entry& e) const {
-  if (is_true(checked(tensor_attributes().requires_grad.get(e.grad.ptr())))) return false;
-  if (!may_be_negated(e.g)) return true;
-  return !is_true(checked(PyObject_CallMethodNoArgs(e.grad.ptr(), names().is_neg)));
+  return !is_true(checked(tensor_attributes().requires_grad.get(e.grad.ptr()))) && !is_negated(e.grad.ptr());
 }
 
 bool Table::collect_row(Entry& e, PyObject* accum, char& held, DType dtype_then, bool buffers, Py_ssize_t& found) {

@@ -149,13 +149,15 @@ def test_gradient_that_is_a_view_of_another_tensor_is_not_written(make, device):
 
 
 def test_conjugate_and_negative_views_are_read_as_they_look(make, device):
-    """`.imag` of a conjugated tensor is lazily negated: its bits are not its values."""
+    """`.imag` of a conjugated tensor is lazily negated: its bits are not its values. So may a contiguous one be."""
     (p,) = parameters((9,), device=device)
     opt = make([p])
-    p.grad = torch.complex(values((9,)), torch.arange(9.0)).to(device).conj().imag
-    assert p.grad.is_neg()
-    opt.accumulate()
-    torch.testing.assert_close(buffers(opt)[0].cpu(), -torch.arange(9.0), rtol=0, atol=0)
+    for n, contiguous in enumerate((False, True), 1):
+        strided = torch.complex(values((9,)), torch.arange(9.0)).to(device).conj().imag
+        p.grad = torch._neg_view(torch.arange(9.0, device=device)) if contiguous else strided
+        assert p.grad.is_neg()
+        opt.accumulate()
+        torch.testing.assert_close(buffers(opt)[0].cpu(), -n * torch.arange(9.0), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "fp32", "fp64", "bf16", "int64"])

@@ -32,11 +32,15 @@ def first_element(p):
     p.grad = p.grad.flatten()[:1].expand_as(p.grad)
 
 
+def negated(p):
+    p.grad = torch._neg_view(p.grad)
+
+
 def nothing(opt, model):
     return contextlib.nullcontext()
 
 
-VIEWS = [transposed, transposed_in_place, through_data, first_row, first_element]
+VIEWS = [transposed, transposed_in_place, through_data, negated, first_row, first_element]
 KINDS = {  # what is passed to the optimizer, what begins the mode, and what is around the last backward
     "in-backward": ({}, lambda opt, model: opt.accumulate_in_backward(), nothing),
     "clipped": ({"max_grad_norm": 1e9}, lambda opt, model: opt.accumulate_in_backward(), nothing),

@@ -133,6 +133,7 @@ AFTER_BACKWARD = {
     "gradient strided": lambda run: setattr(run.p, "grad", strided(run.p.grad)),
     "no gradient": lambda run: setattr(run.p, "grad", None),
     "negated gradient": lambda run: setattr(run.p, "grad", torch.complex(run.p.grad, run.p.grad).conj().imag),
+    "negated gradient, contiguous": lambda run: setattr(run.p, "grad", torch._neg_view(-run.p.grad * 2)),
 }
 ACTIONS = {**{name: (action, None) for name, action in BETWEEN_STEPS.items()},
            **{name: (None, action) for name, action in AFTER_BACKWARD.items()}}  # fmt: skip
