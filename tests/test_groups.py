@@ -215,7 +215,7 @@ def test_options_of_the_whole_optimizer_are_refused_in_a_group(make, option):
 
 @pytest.mark.parametrize(("name", "value"), [("differentiable", True), ("decoupled_weight_decay", False)])
 def test_a_group_that_asks_for_another_update_is_refused(make, name, value):
-    """torch's groups carry these, and torch reads them at every step. (foreach, fused and capturable change no bit.)"""
+    """torch reads these from the group at every step. (foreach, fused and capturable change no bit.)"""
     (p,) = parameters((3,))
     opt = make([p])
     p.grad, before = torch.ones(3), p.detach().clone()
