@@ -157,6 +157,12 @@ class Hyper(NamedTuple):
 
     @classmethod
     def _of(cls, group: dict[str, Any], index: int) -> Hyper:
+        for name, only in (("differentiable", False), ("decoupled_weight_decay", True)):
+            if group.get(name, only) != only:
+                raise ValueError(
+                    f"param_groups[{index}] holds {name}={group[name]!r}, which the fused update of AdamW cannot do: "
+                    f"set it to {only}, or use torch.optim's. Nothing was updated"
+                )
         try:
             beta1, beta2 = group["betas"]
             lr = group["lr"]

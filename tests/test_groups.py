@@ -213,6 +213,21 @@ def test_options_of_the_whole_optimizer_are_refused_in_a_group(make, option):
     assert len(opt.param_groups) == 1
 
 
+@pytest.mark.parametrize(("name", "value"), [("differentiable", True), ("decoupled_weight_decay", False)])
+def test_a_group_that_asks_for_another_update_is_refused(make, name, value):
+    """torch reads these from the group at every step. (foreach, fused and capturable change no bit.)"""
+    (p,) = parameters((3,))
+    opt = make([p])
+    p.grad, before = torch.ones(3), p.detach().clone()
+    opt.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=rf"param_groups\[0\] holds {name}={value}.*set it to {not value}"):
+        opt.step()
+    assert torch.equal(p, before)
+    opt.param_groups[0][name] = not value
+    opt.step()
+    assert float(opt.state[p]["step"]) == 1
+
+
 @pytest.mark.parametrize(("name", "value"), [("lr", None), ("betas", 0.9), ("weight_decay", "x"),
                                              ("lr", torch.ones(2))], ids=str)  # fmt: skip
 def test_a_group_with_what_is_no_number_is_refused_by_name(make, name, value):
