@@ -53,7 +53,7 @@ class Bucket(Buffers):
         self.indices = list(indices)  # of the parameters in the optimizer
         self.known = bytearray(len(self.params))
         self.measured: list[int] = []
-        self.squares: Tensor = torch.zeros(0, dtype=torch.float64)
+        self.squares: Tensor = torch.zeros(0, dtype=torch.float64, device=device)
         self.grads: Sequence[Tensor | None] | dict[int, Tensor | None] | None = None
         self.hypers: Sequence[Hyper] = ()  # of the groups, for ``step_row``
 

@@ -98,7 +98,7 @@ class Buffers:
         return self.sent[key]
 
     def _send(self, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
-        host = torch.tensor(numbers, dtype=dtype, pin_memory=self.device.type == "cuda")
+        host = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
         return host.to(self.device, non_blocking=True)
 
     @torch.no_grad()
