@@ -130,6 +130,7 @@ bool Table::collect_row(Entry& e, PyObject* accum, char& held, DType dtype_then,
 
 std::pair<Py_ssize_t, Py_ssize_t> Table::collect(py::list accums, py::bytearray present, py::bytearray dtypes,
                                                  bool buffers) {
+  progress_ = Progress::none;
   Py_ssize_t found = 0;
   for (size_t i = 0; i < entries_.size(); ++i) {
     const DType dtype_then = static_cast<DType>(bytes_of(dtypes)[i]);
@@ -172,13 +173,11 @@ bool Table::step_one(size_t row, py::list accums, py::bytearray present, py::byt
   if (hyper.amsgrad) written.append(e.max_exp_avg_sq);
   if (has_master(rows[0].weights)) written.append(e.master);
   if (e.aliased) written.append(e.grad);
-  {
-    py::gil_scoped_release release;
-    executor.step(rows, hypers, 1.0, coefficient, false);
-  }
+  write([&] { executor.step(rows, hypers, 1.0, coefficient, false); });
   if (!stream.is_none() && e.has_grad()) record_stream(e, stream);
   if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
   e.grad = py::object();
+  progress_ = Progress::stepped;
   increment_version_(py::tuple(written));
   return true;
 }
@@ -227,17 +226,18 @@ std::vector<size_t> Table::sum_up(py::bytearray present, double scale, int accum
       measurements.push_back(measurement(e, accum_dtype, place(i)));
     }
   }
-  {
-    py::gil_scoped_release release;
-    if (!additions.empty()) executor.accumulate(additions, scale);
-    if (!measurements.empty()) executor.measure(measurements, scale);
-  }
+  if (!additions.empty()) write([&] { executor.accumulate(additions, scale); });
   for (size_t i : added) {
     Entry& e = entries_[i];
     bytes_of(known)[i] = places != nullptr;
     if (!stream.is_none()) record_stream(e, stream);
     if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
     e.grad = py::object();
+  }
+  if (!additions.empty()) progress_ = Progress::taken;
+  if (!measurements.empty()) {
+    py::gil_scoped_release release;
+    executor.measure(measurements, scale);
   }
   return taking_part;
 }
@@ -267,10 +267,7 @@ void Table::accumulate(py::bytearray present, double scale, Executor& executor, 
     const Entry& e = entries_[i];
     if (e.has_grad()) rows.push_back(accumulation(e, bytes_of(present)[i] != 0, places ? places + i : nullptr));
   }
-  {
-    py::gil_scoped_release release;
-    executor.accumulate(rows, scale);
-  }
+  write([&] { executor.accumulate(rows, scale); });
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (!entries_[i].has_grad()) continue;
     bytes_of(present)[i] = 1;
@@ -400,13 +397,11 @@ void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int ac
     PyTuple_SET_ITEM(tensors.ptr(), Py_ssize_t(i), written[i]);
   }
   const bool one_by_one = parameters_overlap();
-  {
-    py::gil_scoped_release release;
-    executor.step(rows, hypers, scale, coefficient, one_by_one);
-  }
+  write([&] { executor.step(rows, hypers, scale, coefficient, one_by_one); });
   std::fill_n(bytes_of(present), entries_.size(), 0);
   record_gradients(stream);
   drop_gradients();
+  progress_ = Progress::stepped;
   increment_version_(tensors);
 }
 
@@ -422,11 +417,13 @@ void Table::record_gradients(const py::object& stream) {
 }
 
 void Table::drop_gradients() {
+  if (progress_ == Progress::none) progress_ = Progress::writing;
   for (Entry& e : entries_) {
     if (!e.grad || e.grad.is_none()) continue;
     if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
   }
   release();
+  progress_ = Progress::taken;
 }
 
 void Table::release() {

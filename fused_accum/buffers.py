@@ -13,6 +13,9 @@ from .state import PARAMETER_DTYPES, Options
 
 SLAB_BYTES = 64 << 20  # buffers are cut from flat allocations of at most this size (larger ones stand alone)
 ALIGNMENT = 64  # bytes: a cache line, so that no two threads write to one
+# How far the work on what ``collect`` found has come: enum Progress of csrc/table.h. WRITING: what it has written is not
+# known if an exception ends it there.
+NOTHING, WRITING, TAKEN, STEPPED = range(4)
 BY_GRAD = 2  # in `present`: the buffer's content is what p.grad, an alias of it, holds at this moment
 
 
@@ -79,10 +82,10 @@ class Buffers:
         for i in rows:
             p = self.params[i]
             dense = torch.empty_like(p, device="meta", memory_format=torch.preserve_format)
-            # .data: views of one tensor share a version counter, buffers must not
-            self.accums[i] = flat.as_strided(p.shape, dense.stride(), at).data
             self.dtypes[i] = PARAMETER_DTYPES.index(p.dtype)
             self.stale[i] = 1
+            # .data: views of one tensor share a version counter, buffers must not
+            self.accums[i] = flat.as_strided(p.shape, dense.stride(), at).data
             at += -(-p.numel() // unit) * unit
 
     # -- the window's content -------------------------------------------------------------------------------

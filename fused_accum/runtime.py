@@ -6,7 +6,6 @@ there must be mutated in place here.
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -21,46 +20,12 @@ from ._native import same_objects
 from .amp import Scaler
 from .buckets import Bucket, Stale
 from .buffers import Accum
+from .exclusive import Exclusive
 from .in_backward import InBackward
 from .norms import Norms
 from .skipping import Count, Offender
 from .state import Options
 from .window import Window
-
-
-class Exclusive:
-    """The context of ``Runtime.exclusive``: a class, since a generator would cost every call three microseconds."""
-
-    def __init__(self, run: Runtime, call: str) -> None:
-        self.run, self.call, self.holds = run, call, False
-
-    def __enter__(self) -> None:
-        run, call = self.run, self.call
-        checkpointing = call in ("state_dict", "load_state_dict")
-        if not checkpointing and torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                f"{call}() was called inside a backward pass (from a hook?), when gradients are not complete: "
-                "call it after backward() has returned"
-            )
-        if call != "load_state_dict":
-            run.refuse_half_applied(call)
-        if run.backward is not None and run.backward.stepping is not None and call != "scale_loss":
-            raise RuntimeError(f"{call}() was called inside step_in_backward(); leave it first")
-        thread = threading.get_ident()
-        if run.checkpointing_thread == thread:
-            return
-        if not run.busy.acquire(blocking=False):
-            raise RuntimeError(
-                f"{call}() was called while another call on the same optimizer is running (from another thread, "
-                "or from a signal handler); make one call at a time"
-            )
-        self.holds = True
-        run.checkpointing_thread = thread if checkpointing else None
-
-    def __exit__(self, *_: object) -> None:
-        if self.holds:
-            self.run.checkpointing_thread = None
-            self.run.busy.release()
 
 
 class Runtime:
@@ -76,7 +41,8 @@ class Runtime:
         self.warned_mid_window_save = False
         self.backward: InBackward | None = None  # p.grad, not the buckets, says what the open window holds
         self.hooks_missing = False  # a copy of an optimizer that accumulated in backward
-        self.half_applied: str | None = None  # what stopped a step in the middle
+        self.half_applied: str | None = None  # what has stopped a step in the middle; load_state_dict() helps
+        self.torn: str | None = None  # the call that has the window in hand, or has left it so; zero_grad() helps
         self.stepped_in_backward = False  # the last window, and no backward since
         self.norms: Norms | None = None  # of the last step that needed them
         self.idle_steps = 0  # in a row, which found nothing
@@ -86,21 +52,23 @@ class Runtime:
         self._where: dict[int, tuple[Bucket, int]] = {}
         self._members: list[list[Tensor]] = []  # of every group
         self._buckets: list[Bucket] = []
-        self.busy = threading.Lock()
-        self.checkpointing_thread: int | None = None
+        self.busy: dict[str, Exclusive] = {}  # the running call, as "holder"
 
     def exclusive(self, call: str) -> Exclusive:
-        """One call at a time, and none that takes gradients from inside a backward.
-
-        Hooks of ``state_dict`` and ``load_state_dict`` run within them and may call the optimizer.
-        """
+        """``with run.exclusive(call) as _held``: see Exclusive."""
         return Exclusive(self, call)
 
     def refuse_half_applied(self, call: str) -> None:
         if self.half_applied is not None:
             raise RuntimeError(
-                f"{call}: an exception inside step_in_backward() ({self.half_applied}) left some parameters updated "
-                "and others not; load a checkpoint into the model and, with load_state_dict(), into the optimizer"
+                f"{call}: {self.half_applied} left some parameters updated and others not; load a checkpoint into the "
+                "model and, with load_state_dict(), into the optimizer"
+            )
+        again = call == self.torn == "discard_microbatch"
+        if self.torn is not None and call not in ("zero_grad", "state_dict") and not again:
+            raise RuntimeError(
+                f"{call}: an exception in the middle of {self.torn}() left the open window incomplete; call "
+                "zero_grad() to drop it, then repeat its micro-batches"
             )
 
     def reseed(self, rounding_seed: int) -> None:
@@ -222,9 +190,9 @@ class Runtime:
                 UserWarning,
                 stacklevel=5,
             )
-        self._members = [list(group["params"]) for group in groups]
-        self._buckets = fresh
         self._where = {id(p): (bucket, row) for bucket in fresh for row, p in enumerate(bucket.params)}
+        self._buckets = fresh
+        self._members = [list(group["params"]) for group in groups]  # last: if all of it was done
 
     def choose(self, device: torch.device) -> tuple[backends.Backend, str]:
         if device.type == "meta":  # a gradient there is refused; the parameter may be materialized before it has one
@@ -276,15 +244,22 @@ class Runtime:
         """Whether a window is open, of whole micro-batches; warns when a failed backward has spoiled it."""
         if self.backward is not None:
             self.backward.settle()
-            if self.backward.tasks.unfinished():
-                warnings.warn(
-                    "a backward did not finish, so p.grad holds part of a micro-batch; the open window is left out "
-                    "of what is saved (zero_grad() drops it)",
-                    UserWarning,
-                    stacklevel=4,
-                )
-                return False
-        return self.window.microbatches > 0
+        spoiled = self.spoiled()
+        if spoiled is not None:
+            warnings.warn(
+                f"{spoiled}; the open window is left out of what is saved (zero_grad() drops it)",
+                UserWarning,
+                stacklevel=4,
+            )
+        return spoiled is None and self.window.microbatches > 0
+
+    def spoiled(self) -> str | None:
+        """Why the open window holds a part of a micro-batch, if it does."""
+        if self.torn is not None:
+            return f"an exception in the middle of {self.torn}() left the window incomplete"
+        if self.backward is not None and self.backward.tasks.unfinished():
+            return "a backward did not finish, so p.grad holds part of a micro-batch"
+        return None
 
     def discard(self) -> None:
         """Drop the open window: its counts and its sums."""

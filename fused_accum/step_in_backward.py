@@ -39,7 +39,7 @@ class StepInBackward:
 
     def __enter__(self) -> None:
         run = self.run
-        with run.exclusive("step_in_backward"):
+        with run.exclusive("step_in_backward") as _held:
             run.refuse_missing_hooks("step_in_backward")
             for name in ("max_grad_norm", "skip_nonfinite"):
                 if (value := getattr(run.options, name)) is not None:
@@ -78,7 +78,7 @@ class StepInBackward:
         self.session.stepping = None
         self.session.watch(None)
         if error is not None:
-            self.run.half_applied = f"{kind.__name__}: {error}"
+            self.run.half_applied = f"an exception inside step_in_backward() ({kind.__name__}: {error})"
         else:
             self.session.finishing = True
             try:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from .. import checks, norms
 from ..buckets import Bucket
@@ -49,13 +48,16 @@ class NativeBucket(Bucket):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.table = self.module.Table(
-            self.params, self.groups, increment_version, self.place(), self.indices, self.options.weights,
+            self.params, self.groups, torch._C._increment_version, self.place(), self.indices, self.options.weights,
             self.options.rounding_seed,
         )  # fmt: skip
         self.table.accept(torch.Tensor)
         self.table.accept(torch.nn.Parameter)
         self.inference = any(p.is_inference() for p in self.params)
         self.all_squares = self.new_squares() if self.options.measures else None
+
+    def progress(self) -> int:
+        return self.table.progress()
 
     def collect(self, buffers: bool) -> int:
         if self.inference:
