@@ -1,4 +1,4 @@
-// Compiled once for all native modules: pybind11 is what takes longest to compile here.
+// Tables, and the kernels as functions on lists of tensors, for Python.
 #include "bindings.h"
 
 #include <pybind11/stl.h>
@@ -6,16 +6,17 @@
 namespace fa {
 
 void bind_tables(py::module_& m) {
-  m.def("set_tensor_class", [](py::object cls) { set_tensor_class(cls.ptr()); });
-  m.def("has_exchange_api", &has_exchange_api);
+  m.def("set_tensor_class", [](py::object cls, int way) { set_tensor_class(cls.ptr(), static_cast<Way>(way)); },
+        py::arg("cls"), py::arg("way") = static_cast<int>(Way::libtorch));
+  m.def("way_taken", [] { return static_cast<int>(way_taken()); });
+  m.def("counts_versions", &counts_versions);
 
-  py::class_<Place>(m, "Place", py::module_local())
+  py::class_<Place>(m, "Place")
       .def(py::init([](int type, int index) { return Place{type, index}; }), py::arg("type"), py::arg("index"));
-  py::class_<Hyper>(m, "Hyper", py::module_local())
+  py::class_<Hyper>(m, "Hyper")
       .def(py::init(&hyper_from), py::arg("hyper"), py::arg("device_lr") = 0, py::arg("device_lr_is_double") = false);
-  py::class_<Executor>(m, "Executor", py::module_local());
 
-  py::class_<Table>(m, "Table", py::module_local())
+  py::class_<Table>(m, "Table")
       .def(py::init<py::list, std::vector<int>, py::object, Place, std::vector<uint32_t>, int, uint64_t>())
       .def("accept", &Table::accept)
       .def("collect", &Table::collect)

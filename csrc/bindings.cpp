@@ -1,22 +1,31 @@
-// fused_accum._C: what Python sees of the native code for the CPU.
+// fused_accum._C: tables of tensors, which any executor runs, and that for the CPU.
 #include <stdexcept>
 
 #include "bindings.h"
 #include "hook.h"
 #include "product.h"
-#include "scatter.h"
 
 namespace fa {
 namespace {
 
-// accum[index[t]] += grad[t], see cpu_scatter_rows: both tensors of two contiguous dimensions; index: address of int64.
-void scatter_rows(py::object accum, uintptr_t index, py::object grad, int64_t skip, int threads) {
+// See ScatterJob; rows and order: addresses of as many int64 as grad has rows, order may be 0.
+void scatter_rows(py::object accum, uintptr_t rows, uintptr_t order, py::object grad, int64_t skip, Executor& executor,
+                  Place place) {
   const Matrices m(accum, grad);
-  const TensorInfo &a = m.accum, &g = m.grad;
-  if (!(a.place == kCpu)) throw std::invalid_argument("accum and grad must be on the CPU");
+  if (!(m.accum.place == place)) throw std::invalid_argument("accum and grad must be on the device of this backend");
+  ScatterJob job;
+  job.accum = static_cast<char*>(m.accum.data);
+  job.grad = static_cast<const char*>(m.grad.data);
+  job.rows = reinterpret_cast<const int64_t*>(rows);
+  job.order = reinterpret_cast<const int64_t*>(order);
+  job.tokens = m.grad.sizes[0];
+  job.width = m.grad.sizes[1];
+  job.row_count = m.accum.sizes[0];
+  job.skip = skip;
+  job.accum_dtype = m.accum.dtype;
+  job.grad_dtype = m.grad.dtype;
   py::gil_scoped_release release;
-  cpu_scatter_rows(a.data, a.dtype, a.sizes[0], reinterpret_cast<const int64_t*>(index), g.data, g.dtype, g.sizes[0],
-                   g.sizes[1], skip, threads);
+  executor.scatter_rows(job);
 }
 
 // Whether `t` is a matrix whose elements of a row lie one after the other: a tensor as an operand of a product.
@@ -54,7 +63,11 @@ PYBIND11_MODULE(_C, m) {
   }, "Every CPU instruction set: \"\" where it can be used, else why not.");
 
   fa::bind_tables(m);
-  py::class_<fa::CpuExecutor, fa::Executor>(m, "Cpu", py::module_local()).def(py::init<int>(), py::arg("threads"));
+  m.def("Cpu", [](int threads) {
+    PyObject* executor = fa::executor_capsule(std::make_unique<fa::CpuExecutor>(threads));
+    if (!executor) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(executor);
+  }, py::arg("threads"), "An executor for the CPU.");
   m.def("same_objects", &fa::same_objects);
   m.def("scatter_rows", &fa::scatter_rows);
   m.def("has_product", &fa::has_product);

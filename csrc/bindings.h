@@ -1,5 +1,4 @@
-// What the native modules have in common for Python: tables, and the kernels as functions on lists of tensors.
-// Classes are local to their module, of which there may be several in a process.
+// What the files that pybind11 binds have in common.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,7 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "kernels.h"
+#include "executor.h"
 #include "table.h"
 #include "tensor_info.h"
 
@@ -33,3 +32,20 @@ struct Matrices {
 void bind_tables(py::module_& m);
 
 }  // namespace fa
+
+// Arguments `Executor&` are capsules, of any native module.
+template <>
+struct pybind11::detail::type_caster<fa::Executor> {
+  static constexpr auto name = const_name("Executor");
+  template <class>
+  using cast_op_type = fa::Executor&;
+
+  bool load(handle capsule, bool) {
+    if (!PyCapsule_IsValid(capsule.ptr(), fa::executor_name())) return false;
+    executor = static_cast<fa::Executor*>(PyCapsule_GetPointer(capsule.ptr(), fa::executor_name()));
+    return true;
+  }
+  operator fa::Executor&() { return *executor; }
+
+  fa::Executor* executor = nullptr;
+};

@@ -179,6 +179,9 @@ inline void store_halves(const Row& row, const Operand& t, int64_t begin, int64_
 }
 
 // Random words of elements [begin, begin + n), n at most kBlock. `room`: kBlock + 8 words.
+#if defined(__GNUC__) && !defined(__clang__)
+__attribute__((optimize("O3")))  // half again as fast; integers alone, so that no flag of floating point is lost
+#endif
 inline const uint32_t* random_of(const Randomness& source, int64_t begin, int64_t n, uint32_t* room) {
   const uint64_t first = uint64_t(begin) / 4;
   const int64_t blocks = int64_t((uint64_t(begin + n) + 3) / 4 - first);

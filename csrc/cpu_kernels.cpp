@@ -187,7 +187,7 @@ bool step_straight(const Row& row, const StepScalars<T>& s, int64_t begin, int64
     update_in_place<T, P, Weights::plain>(row, s, begin, n, static_cast<T*>(nullptr));
     return true;
   }
-  if constexpr (sizeof(P) == 2) {
+  if constexpr (std::is_same_v<P, bf16>) {
     if (row.weights == Weights::master) {
       if (!in_place<float>(row.master)) return false;
       update_in_place<T, P, Weights::master>(row, s, begin, n, at<float>(row.master, begin));
@@ -201,8 +201,6 @@ bool step_straight(const Row& row, const StepScalars<T>& s, int64_t begin, int64
       }
       return true;
     }
-  }
-  if constexpr (std::is_same_v<P, bf16>) {
     if (!in_place<i16>(row.master)) return false;
     update_in_place<T, P, Weights::split>(row, s, begin, n, at<i16>(row.master, begin));
     return true;
@@ -262,7 +260,10 @@ void step_range(const Row& row, int64_t begin, int64_t end) {
   bool straight = false;
   with_storage(row.param.dtype, [&](auto zero) {
     using P = decltype(zero);
-    if constexpr ((sizeof(P) == 8) == (sizeof(T) == 8)) straight = step_straight<T, P>(row, s, begin, end - begin);
+    // Converting float16 takes so long that blocks cost nothing, and its loops take long to compile.
+    if constexpr ((sizeof(P) == 8) == (sizeof(T) == 8) && !std::is_same_v<P, f16>) {
+      straight = step_straight<T, P>(row, s, begin, end - begin);
+    }
   });
   if (straight) return;
 

@@ -43,6 +43,7 @@ class Squares {
  public:
   void add(const T* x, int64_t n) {
     Doubles sums[kRegisters];  // in registers: for all the compiler knows, x might be lanes_
+#pragma GCC unroll 16
     for (int r = 0; r < kRegisters; ++r) memcpy(&sums[r], lanes_ + r * kWidth, sizeof sums[r]);
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
@@ -52,6 +53,7 @@ class Squares {
         sums[r] += value * value;
       }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < kRegisters; ++r) memcpy(lanes_ + r * kWidth, &sums[r], sizeof sums[r]);
     for (int64_t lane = 0; i + lane < n; ++lane) lanes_[lane] += double(x[i + lane]) * double(x[i + lane]);
   }

@@ -218,8 +218,8 @@ template <class Storage> constexpr bool kCommon = true;
 template <> constexpr bool kCommon<AsLaunched> = false;
 template <> constexpr bool kCommon<As<double>> = false;
 
-template <class Table>
-void launch(void (*kernel)(Table), const Table& table, unsigned blocks, cudaStream_t stream) {
+template <class Parameter, class Table>
+void launch(void (*kernel)(Parameter), const Table& table, unsigned blocks, cudaStream_t stream) {
   FA_LAUNCH(kernel, blocks, unsigned(kThreads), 0, stream, table);
   FA_CUDA_CHECK(cudaGetLastError());
 }

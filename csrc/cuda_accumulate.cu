@@ -68,7 +68,7 @@ __device__ __forceinline__ void accumulate_pieces(const How& how, const char* gr
 template <int k> using Int = std::integral_constant<int, k>;
 
 template <class T, class G, class A, class How, bool kSquares, class Table>
-__global__ void __launch_bounds__(kThreads, 4) accumulate_rows(const __grid_constant__ Table table) {
+__global__ void __launch_bounds__(kThreads, 4) accumulate_rows(FA_PARAMETER(Table) table) {
   const How how(table);
   const Part part = part_of_block(table);
   char* const* data = table.data[part.row];

@@ -1,57 +1,69 @@
-// fused_accum._C_cuda: what Python sees of the native code for CUDA. Imports where there is no driver.
+// fused_accum._C_cuda: what makes executors that run the rows of fused_accum._C on a GPU. Imports where there is no
+// driver. Python's own interface is enough for four functions, and to read pybind11's headers takes a while.
 //
 // Built with FA_CUDA_EMULATION, the same sources run on CPU tensors as if they were on a device: DEVICE_TYPE is "cpu",
 // so that fused_accum/backends/cuda.py takes those, at Place(1, 0), under any device number and stream.
-#include "bindings.h"
+#include <Python.h>
+
 #include "cuda_launch.h"
+#include "executor.h"
 
 namespace fa {
 namespace {
 
-// See Backend.scatter_rows and ScatterJob; rows and order: addresses of as many int64 as grad has rows.
-void scatter_rows(py::object accum, uintptr_t rows, uintptr_t order, py::object grad, int64_t skip, int device,
-                  uint64_t stream) {
-  const Matrices m(accum, grad);
-  if ((m.accum.dtype == DType::f64) != (m.grad.dtype == DType::f64)) {
-    throw std::invalid_argument("accum and grad must both be float64, or neither");
+// The keywords of Cuda(device, stream, ...), addresses and how much memory is there: see CudaExecutor.
+const char* const kKeywords[] = {"device", "stream", "slots", "slot_count", "found_inf",    "clip",
+                                 "counts", "scale",  "squares", "square_count", nullptr};
+
+PyObject* cuda(PyObject*, PyObject* args, PyObject* keywords) {
+  int device;
+  unsigned long long stream, slots = 0, found_inf = 0, clip = 0, counts = 0, scale = 0, squares = 0;
+  long long slot_count = 0, square_count = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "iK|KLKKKKKL:Cuda", const_cast<char**>(kKeywords), &device, &stream,
+                                   &slots, &slot_count, &found_inf, &clip, &counts, &scale, &squares, &square_count)) {
+    return nullptr;
   }
-  ScatterJob job;
-  job.accum = static_cast<char*>(m.accum.data);
-  job.grad = static_cast<const char*>(m.grad.data);
-  job.rows = reinterpret_cast<const int64_t*>(rows);
-  job.order = reinterpret_cast<const int64_t*>(order);
-  job.tokens = m.grad.sizes[0];
-  job.width = m.grad.sizes[1];
-  job.row_count = m.accum.sizes[0];
-  job.skip = skip;
-  job.accum_dtype = m.accum.dtype;
-  job.grad_dtype = m.grad.dtype;
-  cuda_scatter_rows(device, stream, job);
+  return executor_capsule(std::make_unique<CudaExecutor>(
+      device, stream, CudaExecutor::Scratch{slots, slot_count, squares, square_count},
+      CudaExecutor::Factors{found_inf, clip, counts, scale}));
 }
+
+PyObject* why_not(PyObject*, PyObject* args) {
+  int device;
+  if (!PyArg_ParseTuple(args, "i:why_not", &device)) return nullptr;
+  return PyUnicode_FromString(why_no_cuda(device).c_str());
+}
+
+PyObject* squares_for(PyObject*, PyObject* args) {
+  long long rows, elements;
+  if (!PyArg_ParseTuple(args, "LL:squares_for", &rows, &elements)) return nullptr;
+  return PyLong_FromLongLong(CudaExecutor::squares_for(rows, elements));
+}
+
+PyMethodDef methods[] = {
+    {"Cuda", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(cuda)), METH_VARARGS | METH_KEYWORDS,
+     "An executor for a device and a stream."},
+    {"why_not", why_not, METH_VARARGS, "\"\" where the kernels run on this device, else why not."},
+    {"squares_for", squares_for, METH_VARARGS, "How many float64 the sums of squares of a call take."},
+    {}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C_cuda", "CUDA kernels of fused_accum; knows no torch.", -1, methods,
+                          nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 }  // namespace fa
 
-PYBIND11_MODULE(_C_cuda, m) {
-  m.doc() = "CUDA kernels of fused_accum; knows no torch.";
-  fa::bind_tables(m);
-  m.def("why_not", &fa::why_no_cuda, py::arg("device"));
 #if defined(FA_CUDA_EMULATION)
-  m.attr("DEVICE_TYPE") = "cpu";
+constexpr const char* kDeviceType = "cpu";
 #else
-  m.attr("DEVICE_TYPE") = "cuda";
+constexpr const char* kDeviceType = "cuda";
 #endif
-  m.attr("SLOT_BYTES") = sizeof(fa::ScalarSlot);
-  m.def("squares_for", &fa::CudaExecutor::squares_for, py::arg("rows"), py::arg("elements"));
-  m.def("scatter_rows", &fa::scatter_rows);
-  py::class_<fa::CudaExecutor, fa::Executor>(m, "Cuda", py::module_local())
-      .def(py::init([](int device, uint64_t stream, uint64_t slots, int64_t slot_count, uint64_t found_inf,
-                       uint64_t clip, uint64_t counts, uint64_t scale, uint64_t squares, int64_t square_count) {
-             return std::make_unique<fa::CudaExecutor>(
-                 device, stream, fa::CudaExecutor::Scratch{slots, slot_count, squares, square_count},
-                 fa::CudaExecutor::Factors{found_inf, clip, counts, scale});
-           }),
-           py::arg("device"), py::arg("stream"), py::arg("slots") = 0, py::arg("slot_count") = 0,
-           py::arg("found_inf") = 0, py::arg("clip") = 0, py::arg("counts") = 0, py::arg("scale") = 0,
-           py::arg("squares") = 0, py::arg("square_count") = 0);
+
+PyMODINIT_FUNC PyInit__C_cuda() {
+  PyObject* const m = PyModule_Create(&fa::definition);
+  if (m && (PyModule_AddStringConstant(m, "DEVICE_TYPE", kDeviceType) ||
+            PyModule_AddIntConstant(m, "SLOT_BYTES", sizeof(fa::ScalarSlot)))) {
+    Py_DECREF(m);
+    return nullptr;
+  }
+  return m;
 }

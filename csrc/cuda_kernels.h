@@ -2,15 +2,17 @@
 //
 // By value, because then there is nothing to upload, to keep alive or to order between streams, and a CUDA graph keeps
 // its own copy. 32764 bytes of parameters (CUDA 12.1, compute capability 7.0) hold 450 rows: one launch for the few
-// hundred tensors of a model, found in the constant cache by bisection. Calls of few rows (step in backward: one)
-// use the small table, since all of a kernel's parameters are copied at every launch.
+// hundred tensors of a model, found in the constant cache by bisection. All of a kernel's parameters are copied at every
+// launch, so that calls of few rows (step in backward: one) use small tables where that takes few kernels more: for
+// counts, and for accumulations of common dtypes.
 //
-// What the kernels include has little of the standard library: nvcc reads it five times for every source.
+// What the kernels include has little of the standard library: nvcc reads it five times.
 #pragma once
 
 #include <cstring>
 
 #include "cuda_port.h"
+#include "scatter.h"
 #include "squares.h"
 #include "weights.h"
 
@@ -108,8 +110,9 @@ struct StridedRow {
 static_assert(sizeof(StridedRow) <= kParameterBytes);
 
 // Counts of updates, and what their scalars are made of.
+template <int kCapacity_>
 struct CountTable {
-  static constexpr int kCapacity = 1800;
+  static constexpr int kCapacity = kCapacity_;
   static constexpr int kGroups = 32;
 
   ScalarSlot* slots = nullptr;       // of the first row; the others' follow
@@ -124,8 +127,28 @@ struct CountTable {
   uint32_t parameter[kCapacity];     // as in Randomness
   uint8_t group[kCapacity];
   uint8_t kind[kCapacity];           // of enum CountKind
+
+  CountTable() = default;
+  template <int kOther>
+  explicit CountTable(const CountTable<kOther>& other)  // of at most kCapacity rows
+      : slots(other.slots),
+        scale(other.scale),
+        coefficient(other.coefficient),
+        found_inf(other.found_inf),
+        clip(other.clip),
+        counts(other.counts),
+        device_scale(other.device_scale),
+        count(other.count) {
+    for (int i = 0; i < kGroups; ++i) groups[i] = other.groups[i];
+    std::memcpy(step, other.step, size_t(count) * sizeof *step);
+    std::memcpy(parameter, other.parameter, size_t(count) * sizeof *parameter);
+    std::memcpy(group, other.group, size_t(count) * sizeof *group);
+    std::memcpy(kind, other.kind, size_t(count) * sizeof *kind);
+  }
 };
-static_assert(sizeof(CountTable) <= kParameterBytes);
+using LargeCounts = CountTable<1800>;
+using SmallCounts = CountTable<140>;
+static_assert(sizeof(LargeCounts) <= kParameterBytes && sizeof(SmallCounts) <= 4096);
 enum CountKind : uint8_t { kStepIsDouble = 1, kStepOnHost = 2, kSlotIsDouble = 4, kHasGrad = 8, kHasAccum = 16 };
 
 // Rows' sums of squares, each to be added up from those of its blocks.
@@ -156,19 +179,6 @@ struct KernelKey {
   }
 };
 
-// Rows to be added into a buffer by index. Both dtypes are float64, or neither is.
-struct ScatterJob {
-  static constexpr int64_t kBlocks = 1 << 16;  // at most; each thread works on as many pieces as it must
-
-  char* accum = nullptr;          // row_count rows of `width` elements
-  const char* grad = nullptr;     // `tokens` rows
-  const int64_t* rows = nullptr;  // `tokens` of them, in ascending order: where the row of grad with the number at the
-  const int64_t* order = nullptr;  // same place in `order` belongs; equal rows in the order of their tokens
-  int64_t tokens = 0, width = 0, row_count = 0;
-  int64_t skip = -1;              // no row of this number; nor one outside the buffer
-  DType accum_dtype = DType::f32, grad_dtype = DType::f32;
-};
-
 // Whether there are kernels for tables of such rows; StridedRow takes every row.
 bool can_accumulate(const KernelKey& key);
 bool can_step(const KernelKey& key);
@@ -177,10 +187,10 @@ bool can_step(const KernelKey& key);
 void launch_accumulate(const KernelKey& key, const LargeTable& table, unsigned blocks, cudaStream_t stream);
 void launch_step(const KernelKey& key, const LargeTable& table, unsigned blocks, cudaStream_t stream);
 void launch_strided(bool steps, const StridedRow& row, cudaStream_t stream);
-void launch_counts(const CountTable& table, cudaStream_t stream);
+void launch_counts(const LargeCounts& table, cudaStream_t stream);
 void launch_strided_squares(const StridedRow& row, cudaStream_t stream);  // of scale*grad, as accum_dtype rounds it
 void launch_squares(const SquaresTable& table, cudaStream_t stream);
-void launch_scatter(const ScatterJob& job, cudaStream_t stream);
+void launch_scatter(const ScatterJob& job, cudaStream_t stream);  // rows ascend and have an order; some may be outside
 
 // Why the kernels cannot run on the current device, as a CUDA error; cudaSuccess if they can.
 cudaError_t try_kernels();

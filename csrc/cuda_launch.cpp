@@ -44,7 +44,7 @@ bool counted_on_host(const Row& row) { return row.step_on_host && !steps_on_devi
 // Counts an update of every row and makes its scalars.
 void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, ScalarSlot* slots, double scale,
                 double coefficient, const CudaExecutor::Factors& factors, cudaStream_t stream) {
-  const auto table = std::make_unique<CountTable>();
+  const auto table = std::make_unique<LargeCounts>();
   table->slots = slots;
   table->scale = scale;
   table->coefficient = coefficient;
@@ -64,7 +64,7 @@ void run_counts(const std::vector<Row>& rows, const std::vector<Hyper>& hypers, 
   };
   for (const Row& row : rows) {
     int* place = &places[size_t(row.group)];
-    if (table->count == CountTable::kCapacity || (*place < 0 && groups == CountTable::kGroups)) flush();
+    if (table->count == LargeCounts::kCapacity || (*place < 0 && groups == LargeCounts::kGroups)) flush();
     if (*place < 0) {
       *place = groups++;
       table->groups[*place] = hypers[size_t(row.group)];
@@ -160,13 +160,15 @@ void CudaExecutor::step(std::vector<Row>& rows, const std::vector<Hyper>& hypers
   }
 }
 
-void cuda_scatter_rows(int device, uint64_t stream, const ScatterJob& job) {
-  for (auto [place, dtype] : {std::pair<const void*, DType>(job.accum, job.accum_dtype), {job.grad, job.grad_dtype}}) {
-    refuse_misaligned(place, dtype);
+void CudaExecutor::scatter_rows(const ScatterJob& job) {
+  if ((job.accum_dtype == DType::f64) != (job.grad_dtype == DType::f64)) {
+    throw std::invalid_argument("accum and grad must both be float64, or neither");
   }
+  refuse_misaligned(job.accum, job.accum_dtype);
+  refuse_misaligned(job.grad, job.grad_dtype);
   if (job.tokens == 0 || job.width == 0) return;
-  const DeviceGuard guard(device);
-  launch_scatter(job, reinterpret_cast<cudaStream_t>(stream));
+  const DeviceGuard guard(device_);
+  launch_scatter(job, stream_);
 }
 
 std::string why_no_cuda(int device) {

@@ -39,6 +39,8 @@ class CudaExecutor : public Executor {
   void measure(const std::vector<Row>& rows, double scale) override;
   void step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
             bool one_by_one) override;
+  // rows must ascend and have an order; those outside the buffer add nothing.
+  void scatter_rows(const ScatterJob& job) override;
 
  private:
   double* room_for_squares(const std::vector<Row>& rows) const;  // throws unless there is enough of it
@@ -50,9 +52,6 @@ class CudaExecutor : public Executor {
   const Scratch scratch_;
   const Factors factors_;
 };
-
-// One scatter, see ScatterJob, on a device and stream, as CudaExecutor runs rows.
-void cuda_scatter_rows(int device, uint64_t stream, const ScatterJob& job);
 
 // "" where the kernels run on `device` of this machine, else what CUDA says, and its versions.
 std::string why_no_cuda(int device);

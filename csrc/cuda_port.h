@@ -4,7 +4,7 @@
 // Both sides give exactly this:
 //
 // In kernels (cuda_*.cu), besides plain C++:
-//   __global__ __device__ __forceinline__ __launch_bounds__(threads, blocks) __grid_constant__
+//   __global__ __device__ __forceinline__ __launch_bounds__(threads, blocks)
 //   threadIdx.x, blockIdx.x (grids and blocks have one dimension; all block sizes are multiples of 32)
 //   __syncthreads()
 //   __shfl_down_sync(0xffffffffu, float | double | unsigned, unsigned delta)   all 32 lanes take part
@@ -12,7 +12,8 @@
 //   global_load(const V*), global_store(V*, V)   the only accesses to global memory; V is trivially copyable, of 1, 2,
 //                                      4, 8 or 16 bytes, aligned to its size
 //   shared_load(const V*), shared_store(V*, V)   the only accesses to FA_SHARED arrays; same V
-// A kernel has one parameter, `const __grid_constant__ Struct`, of at most 32764 bytes, passed by value.
+//   FA_PARAMETER(Struct) name          declares a kernel's only parameter: a constant of at most 32764 bytes, which the
+//                                      launch copies (the emulator, whose launches are done on return, does not)
 //
 // On the host (cuda_launch.cpp, cuda_*.cu, cuda_check.h):
 //   FA_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)
@@ -38,6 +39,7 @@
 #define FA_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   kernel<<<(grid), (block), (shared_bytes), (stream)>>>(__VA_ARGS__)
 #define FA_SHARED(type, name, count) __shared__ type name[count]
+#define FA_PARAMETER(type) const __grid_constant__ type
 
 #if defined(__CUDACC__)
 namespace fa {

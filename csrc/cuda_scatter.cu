@@ -8,6 +8,7 @@
 namespace fa {
 namespace {
 
+constexpr int64_t kBlocks = 1 << 16;  // at most; each thread works on as many pieces as it must
 constexpr int kTokensTogether = 4;  // under way together, of a row that many tokens name
 
 template <class T, class G, class A, int kCount>
@@ -30,10 +31,10 @@ struct Piece {
 };
 
 template <class T, class G, class A, int kCount>
-__global__ void __launch_bounds__(kThreads) scatter_rows(const __grid_constant__ ScatterJob job) {
+__global__ void __launch_bounds__(kThreads) scatter_rows(FA_PARAMETER(ScatterJob) job) {
   const int64_t pieces = job.width / kCount;
   const int64_t end = job.tokens * pieces;
-  for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < end; i += ScatterJob::kBlocks * int64_t(kThreads)) {
+  for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < end; i += kBlocks * int64_t(kThreads)) {
     int64_t place = i / pieces;
     const int64_t row = global_load(job.rows + place);
     const bool first = place == 0 || global_load(job.rows + place - 1) != row;
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) scatter_rows(const __grid_constant__
 template <class T, class G, class A, int kCount>
 void launch_pieces(const ScatterJob& job, cudaStream_t stream) {
   const int64_t blocks = (job.tokens * (job.width / kCount) + kThreads - 1) / kThreads;
-  launch(&scatter_rows<T, G, A, kCount>, job, unsigned(blocks < ScatterJob::kBlocks ? blocks : ScatterJob::kBlocks), stream);
+  launch(&scatter_rows<T, G, A, kCount>, job, unsigned(blocks < kBlocks ? blocks : kBlocks), stream);
 }
 
 template <class T, class G, class A>

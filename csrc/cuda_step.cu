@@ -158,9 +158,9 @@ template <class P, int kCount, bool kGrad, bool kAccum>
 constexpr int kBlocksOfStep<P, kCount, Known<kGrad, kAccum>> = kCount == 8 ? 3 : 4;
 template <class P, int kCount> constexpr int kBlocksOfStep<P, kCount, Amsgrad> = kCount == 8 ? 2 : 3;
 
-template <class T, class P, class A, class S, class How, class Table>
+template <class T, class P, class A, class S, class How>
 __global__ void __launch_bounds__(kThreads, kBlocksOfStep<P, kWidestOf<P, A, S>, How>)
-    step_rows(const __grid_constant__ Table table) {
+    step_rows(FA_PARAMETER(LargeTable) table) {
   const How how(table);
   const Part part = part_of_block(table);
   char* const* data = table.data[part.row];
@@ -240,12 +240,7 @@ void launch_step(const KernelKey& key, const LargeTable& table, unsigned blocks,
     using T = decltype(wide);
     const auto step = [&](auto how) {
       using How = typename decltype(how)::type;
-      if constexpr (kCommon<P> && !std::is_same_v<How, Amsgrad>) {
-        if (table.count <= SmallTable::kCapacity) {
-          return launch(&step_rows<T, P, A, S, How, SmallTable>, SmallTable(table), blocks, stream);
-        }
-      }
-      launch(&step_rows<T, P, A, S, How, LargeTable>, table, blocks, stream);
+      launch(&step_rows<T, P, A, S, How>, table, blocks, stream);
     };
     if constexpr (std::is_same_v<P, As<bf16>>) {
       if (key.weights != Weights::plain) return step(Named<Keeps>());

@@ -48,7 +48,7 @@ struct Element {
 constexpr unsigned kStridedBlocks = 1 << 16;  // at most; each works on as many elements as it must
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) accumulate_strided(const __grid_constant__ StridedRow row) {
+__global__ void __launch_bounds__(kThreads) accumulate_strided(FA_PARAMETER(StridedRow) row) {
   const Scale<T> scale(row);
   for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < row.numel; i += kStridedBlocks * int64_t(kThreads)) {
     const Element element(row, i);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) accumulate_strided(const __grid_cons
 
 // A block works on kChunkElements of them.
 template <class T>
-__global__ void __launch_bounds__(kThreads) measure_strided(const __grid_constant__ StridedRow row) {
+__global__ void __launch_bounds__(kThreads) measure_strided(FA_PARAMETER(StridedRow) row) {
   using Unit = typename Shared<T>::Unit;
   FA_SHARED(Unit, units, Shared<T>::kUnits);
   const int64_t start = int64_t(blockIdx.x) * kChunkElements, rest = row.numel - start;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) measure_strided(const __grid_constan
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) step_strided(const __grid_constant__ StridedRow row) {
+__global__ void __launch_bounds__(kThreads) step_strided(FA_PARAMETER(StridedRow) row) {
   const ScalarSlot& slot = row.slots[row.slot];
   const bool skip = global_load(&slot.skip), ignores_grad = global_load(&slot.ignores_grad);
   const StepScalars<T> s = load_scalars<T>(slot);
@@ -132,7 +132,8 @@ __device__ double count_once(void* place, bool skip) {
   return static_cast<double>(t);
 }
 
-__global__ void __launch_bounds__(kThreads) count_updates(const __grid_constant__ CountTable table) {
+template <class Table>
+__global__ void __launch_bounds__(kThreads) count_updates(FA_PARAMETER(Table) table) {
   const int row = int(blockIdx.x * kThreads + threadIdx.x);
   if (row >= table.count) return;
   const double scale = table.device_scale ? global_load(&table.device_scale->wide) : table.scale;
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(kThreads) count_updates(const __grid_constant_
 }
 
 // A block for every row; the order is that of BlockSquares in cpu_launch.cpp.
-__global__ void __launch_bounds__(kThreads) add_squares(const __grid_constant__ SquaresTable table) {
+__global__ void __launch_bounds__(kThreads) add_squares(FA_PARAMETER(SquaresTable) table) {
   static_assert(kThreads == kSquaresLanes, "a thread is a lane");
   FA_SHARED(double, lanes, kSquaresLanes);
   const int row = int(blockIdx.x), thread = int(threadIdx.x);
@@ -197,13 +198,15 @@ void launch_squares(const SquaresTable& table, cudaStream_t stream) {
   launch(&add_squares, table, unsigned(table.count), stream);
 }
 
-void launch_counts(const CountTable& table, cudaStream_t stream) {
-  launch(&count_updates, table, unsigned((table.count + kThreads - 1) / kThreads), stream);
+void launch_counts(const LargeCounts& table, cudaStream_t stream) {
+  const auto blocks = unsigned((table.count + kThreads - 1) / kThreads);
+  if (table.count > SmallCounts::kCapacity) return launch(&count_updates<LargeCounts>, table, blocks, stream);
+  launch(&count_updates<SmallCounts>, SmallCounts(table), blocks, stream);
 }
 
 cudaError_t try_kernels() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, &count_updates);
+  return cudaFuncGetAttributes(&attributes, &count_updates<SmallCounts>);
 }
 
 }  // namespace fa

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "scatter.h"
 #include "squares.h"
 #include "weights.h"
 
@@ -52,6 +53,8 @@ class Executor {
   // memory that is written.
   virtual void step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
                     bool one_by_one) = 0;
+
+  virtual void scatter_rows(const ScatterJob& job) = 0;
 };
 
 class CpuExecutor : public Executor {
@@ -61,6 +64,7 @@ class CpuExecutor : public Executor {
   void measure(const std::vector<Row>& rows, double scale) override;
   void step(std::vector<Row>& rows, const std::vector<Hyper>& hypers, double scale, double coefficient,
             bool one_by_one) override;
+  void scatter_rows(const ScatterJob& job) override;
 
  private:
   const int threads_;

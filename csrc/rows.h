@@ -12,6 +12,14 @@ namespace fa {
 
 namespace py = pybind11;
 
+// `owned`, which Python has just returned; throws its error.
+inline py::object checked(PyObject* owned) {
+  if (!owned) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(owned);
+}
+
+inline char* bytes_of(const py::bytearray& array) { return PyByteArray_AS_STRING(array.ptr()); }
+
 // In the order of Hyper in fused_accum/state.py. device_lr: an address, or 0.
 Hyper hyper_from(py::tuple values, uint64_t device_lr, bool device_lr_is_double);
 

@@ -7,10 +7,17 @@
 
 namespace fa {
 
-// accum[index[t]] += grad[t] for every t with index[t] != skip, in the order of t for each row of accum: the same bits
-// for any number of threads. accum: `rows` rows, grad: `tokens` rows, of `width` elements each, row after row; accum is
-// f32, bf16 or f64, sums are rounded to it once a call. Throws std::out_of_range, before anything has changed.
-void cpu_scatter_rows(void* accum, DType accum_dtype, int64_t rows, const int64_t* index, const void* grad,
-                      DType grad_dtype, int64_t tokens, int64_t width, int64_t skip, int threads);
+// accum[rows[k]] += grad[order[k]] for every k with rows[k] != skip, those of each row of accum in the order of k: the
+// same bits on every executor. Each has `width` elements, row after row; accum is f32, bf16 or f64, a sum is rounded to
+// it once. An address each:
+struct ScatterJob {
+  char* accum = nullptr;  // row_count rows
+  const char* grad = nullptr;  // `tokens` rows
+  const int64_t* rows = nullptr;   // `tokens` of them
+  const int64_t* order = nullptr;  // `tokens` of them; null: 0, 1, 2, ...
+  int64_t tokens = 0, width = 0, row_count = 0;
+  int64_t skip = -1;
+  DType accum_dtype = DType::f32, grad_dtype = DType::f32;
+};
 
 }  // namespace fa

@@ -1,5 +1,6 @@
 // The launch table of one bucket, parameters of one place, kept between calls: one native call collects and validates the
 // gradients of all rows, one more launches the kernels, clears what was consumed and bumps version counters.
+// table_reading.cpp has what reads tensors, table.cpp the rest.
 //
 // The table never raises for an unusual tensor: it stops before anything has changed and returns the row's number,
 // and Python (fused_accum/backends/native.py) repairs it or raises the error that names it.
@@ -106,6 +107,7 @@ class Table {
   void record_gradients(const py::object& stream);
 
   std::vector<Entry> entries_;
+  std::vector<Row> rows_;  // of the last call; kept for their memory
   std::vector<py::object> accepted_;
   py::object increment_version_;
   const Place place_;

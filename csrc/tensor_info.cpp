@@ -8,35 +8,8 @@
 namespace fa {
 namespace {
 
-// The part of DLPack's C ABI (dlpack.h, version 1.3) that is used here.
-struct DLDevice {
-  int32_t device_type, device_id;
-};
-struct DLDataType {
-  uint8_t code, bits;
-  uint16_t lanes;
-};
-struct DLTensor {
-  void* data;
-  DLDevice device;
-  int32_t ndim;
-  DLDataType dtype;
-  int64_t* shape;
-  int64_t* strides;
-  uint64_t byte_offset;
-};
-struct ExchangeApi {
-  uint32_t major, minor;
-  void* previous;
-  void* allocate;
-  void* managed_from_object;
-  void* managed_to_object;
-  int (*tensor_from_object)(void* object, DLTensor* out);
-};
 constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4;
 constexpr int32_t kCuda = 2;
-
-const ExchangeApi* api = nullptr;
 
 bool dtype_from(uint8_t code, int bits, DType& out) {
   if (code == kBfloat && bits == 16) return out = DType::bf16, true;
@@ -50,8 +23,7 @@ bool dtype_from(uint8_t code, int bits, DType& out) {
 
 bool read_by_exchange(PyObject* tensor, TensorInfo& info) {
   DLTensor t;
-  if (api->tensor_from_object(tensor, &t) != 0) return PyErr_Clear(), false;
-  if (t.dtype.lanes != 1 || !dtype_from(t.dtype.code, t.dtype.bits, info.dtype)) return false;
+  if (!view_tensor(tensor, t) || t.dtype.lanes != 1 || !dtype_from(t.dtype.code, t.dtype.bits, info.dtype)) return false;
   info.data = static_cast<char*>(t.data) + t.byte_offset;
   info.ndim = t.ndim;
   info.sizes = t.shape;
@@ -59,18 +31,6 @@ bool read_by_exchange(PyObject* tensor, TensorInfo& info) {
   info.place = {t.device.device_type, t.device.device_id};
   return true;
 }
-
-class Ref {  // an owned reference
- public:
-  explicit Ref(PyObject* object) : object_(object) {}
-  Ref(const Ref&) = delete;
-  ~Ref() { Py_XDECREF(object_); }
-  PyObject* get() const { return object_; }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_;
-};
 
 // A lasting copy of a shape; there are few different ones in a program.
 const int64_t* kept(std::vector<int64_t> shape) {
@@ -141,22 +101,15 @@ TensorAttributes& tensor_attributes() {
   return all;
 }
 
-void set_tensor_class(PyObject* tensor_class) {
+void set_tensor_class(PyObject* tensor_class, Way best) {
   tensor_attributes().grad.bind(tensor_class);
   tensor_attributes().requires_grad.bind(tensor_class);
   tensor_attributes().version.bind(tensor_class);
-  api = nullptr;
-  Ref capsule(PyObject_GetAttrString(tensor_class, "__dlpack_c_exchange_api__"));
-  if (!capsule) return PyErr_Clear();
-  auto* found = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
-  if (!found) return PyErr_Clear();
-  if (found->major == 1 && found->tensor_from_object) api = found;
+  bind_exchange(tensor_class, best);
 }
 
-bool has_exchange_api() { return api != nullptr; }
-
 bool read_tensor(PyObject* tensor, TensorInfo& info) {
-  if (!(api ? read_by_exchange(tensor, info) : read_by_attributes(tensor, info))) return false;
+  if (!(way_taken() == Way::attributes ? read_by_attributes(tensor, info) : read_by_exchange(tensor, info))) return false;
   info.numel = 1;
   for (int d = 0; d < info.ndim; ++d) info.numel *= info.sizes[d];
   return info.data || info.numel == 0;
@@ -171,6 +124,10 @@ bool same_strides(const TensorInfo& a, const TensorInfo& b) {
     if (a.strides[d] != b.strides[d] && a.sizes[d] != 1) return false;
   }
   return true;
+}
+
+bool same_elements(const TensorInfo& a, const TensorInfo& b) {
+  return a.data == b.data && a.dtype == b.dtype && same_sizes(a, b) && same_strides(a, b);
 }
 
 bool is_row_major(const TensorInfo& t) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "dtypes.h"
+#include "exchange.h"
 
 namespace fa {
 
@@ -46,10 +47,8 @@ struct TensorAttributes {
 };
 TensorAttributes& tensor_attributes();
 
-// Must be called once, with torch.Tensor, before read_tensor. Uses the DLPack C exchange API of the class where it
-// has one (about 50 ns a tensor), else the tensor's Python attributes.
-void set_tensor_class(PyObject* tensor_class);
-bool has_exchange_api();
+// Must be called once, with torch.Tensor, before read_tensor; `best` as bind_exchange's.
+void set_tensor_class(PyObject* tensor_class, Way best);
 
 // False, with no Python error set, for a tensor that has no plain elements of a supported dtype; int16 is read too, as
 // DType::i16.
@@ -60,5 +59,8 @@ bool same_sizes(const TensorInfo& a, const TensorInfo& b);
 bool is_dense(const TensorInfo& t);
 bool is_row_major(const TensorInfo& t);
 bool same_strides(const TensorInfo& a, const TensorInfo& b);
+
+// Whether one is the other under another name: not, say, its transpose, which begins at the same place.
+bool same_elements(const TensorInfo& a, const TensorInfo& b);
 
 }  // namespace fa

@@ -13,8 +13,8 @@ from .state import PARAMETER_DTYPES, Options
 
 SLAB_BYTES = 64 << 20  # buffers are cut from flat allocations of at most this size (larger ones stand alone)
 ALIGNMENT = 64  # bytes: a cache line, so that no two threads write to one
-# How far the work on what ``collect`` found has come: enum Progress of csrc/table.h. WRITING: what it has written is not
-# known if an exception ends it there.
+# How far the work on what ``collect`` found has come: enum Progress of csrc/table.h. Where an exception ends it WRITING,
+# what it has written is not known.
 NOTHING, WRITING, TAKEN, STEPPED = range(4)
 BY_GRAD = 2  # in `present`: the buffer's content is what p.grad, an alias of it, holds at this moment
 
@@ -52,9 +52,13 @@ class Buffers:
         self.sent: dict[tuple[int, ...], Tensor] = {}
 
     def is_buffer(self, i: int, g: Tensor) -> bool:
-        """Whether the gradient ``g`` of parameter ``i`` is its buffer under another name."""
+        """Whether the gradient ``g`` of parameter ``i`` is its buffer under another name, element by
+        element: a transposed or expanded view of it begins at the same place, and is another gradient."""
         accum = self.accums[i]
-        return accum is not None and g.numel() > 0 and g.data_ptr() == accum.data_ptr()
+        if accum is None or g.numel() == 0 or g.data_ptr() != accum.data_ptr():
+            return False
+        alike = g.stride() == accum.stride() and g.shape == accum.shape and g.dtype == accum.dtype
+        return alike and not g.is_neg()
 
     def allocate(self, rows: Sequence[int]) -> None:
         """Give ``rows`` buffers, uninitialized: the first contribution writes without reading."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from .direct_functions import DirectEmbedding, DirectLinear
 from .entry import never_compiled
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .in_backward import InBackward
 
 LINK = "_fused_accum_direct"
+NOT_OURS = "not among the optimizer's parameters that can require grad"
 
 
 class Link:
@@ -25,10 +27,14 @@ class Link:
     def __init__(self, session: InBackward) -> None:
         self.session = weakref.ref(session)
 
+    def alive(self) -> InBackward | None:
+        session = self.session()
+        return None if session is None or session.run() is None or not session.installed else session
+
     def slot(self, weight: Tensor) -> Slot | None:
         """The weight's, when its gradient is to be added directly; within torch.func's transforms it is not."""
-        session = self.session()
-        if session is None or session.run() is None or not session.installed:
+        session = self.alive()
+        if session is None:
             return None
         slot = session.slots.get(id(weight))
         hooked = slot is None or slot.param() is not weight or weight._backward_hooks or not weight.requires_grad
@@ -120,8 +126,35 @@ def _kind(module: nn.Module) -> str | None:
     return None
 
 
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether it runs its class's forward: also by way of one of ours whose optimizer is gone (as in a copy), or of
+    what a pickle makes of that."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return True
+    link, function = module.__dict__.get(LINK), getattr(forward, "__func__", None)
+    bare = function is type(module).forward or (function is FORWARDS[_kind(module)] and not (link and link.alive()))
+    return bare and forward.__self__ is module
+
+
+def _give_back(module: nn.Module) -> None:
+    """Let a layer run its class's forward."""
+    module.__dict__.pop("forward", None)
+    module.__dict__.pop(LINK, None)
+
+
+def _forsake(modules: weakref.WeakSet[nn.Module]) -> None:
+    """Give layers back whose optimizer is gone, unless another has covered them since."""
+    for module in modules:
+        link = module.__dict__.get(LINK)
+        if link is not None and not link.alive():
+            _give_back(module)
+
+
 def _why_not(module: nn.Module, slots: dict[int, Slot]) -> str | None:
     """Why a layer stays ordinary; None where its weight can be direct."""
+    if isinstance(module, LazyModuleMixin):
+        return "it is lazy: its weight has no shape before the model's first forward"
     if _kind(module) is None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             why = "parametrized" if hasattr(module, "parametrizations") else f"a subclass, {type(module).__name__}"
@@ -131,13 +164,13 @@ def _why_not(module: nn.Module, slots: dict[int, Slot]) -> str | None:
     if weight is None:
         return "its weight is computed, not a parameter (weight_norm?)"
     if id(weight) not in slots:
-        return "its weight is not among the optimizer's parameters"
+        return f"its weight is {NOT_OURS}"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(module, name) for name in hooks) or weight._backward_hooks:
         return "it or its weight has hooks, which may replace what it computes"
     if len(weight._post_accumulate_grad_hooks or ()) > 1:
         return "its weight has other hooks, which expect a gradient"
-    if "forward" in module.__dict__:
+    if not _has_own_forward(module):
         return "its forward was replaced"
     if _kind(module) == "Embedding":
         for option in ("sparse", "scale_grad_by_freq", "max_norm"):
@@ -170,7 +203,7 @@ class DirectHandle:
                 if why is not None:
                     self.ordinary[name] = why
                 elif id(p) not in session.slots:
-                    self.ordinary[name] = "not among the optimizer's parameters"
+                    self.ordinary[name] = NOT_OURS
                 else:
                     self.direct.append(name)
                     if id(p) not in covered:
@@ -181,12 +214,16 @@ class DirectHandle:
                 module.__dict__[LINK] = Link(session)
                 module.__dict__["forward"] = FORWARDS[_kind(module)].__get__(module)
         session.check_direct = check
+        self._forsaken = weakref.finalize(session.run(), _forsake, weakref.WeakSet(self._modules))
+        self._forsaken.atexit = False
 
     def remove(self) -> None:
         """Give the layers their own forwards back, and end what ``direct_wgrad`` began. Harmless a second time."""
+        self._forsaken.detach()
         for module in self._modules:
-            module.__dict__.pop("forward", None)
-            module.__dict__.pop(LINK, None)
+            link = module.__dict__.get(LINK)
+            if link is not None and link.session() is self._session:
+                _give_back(module)
         self._modules.clear()
         self._session.direct.clear()
         if self._owns:

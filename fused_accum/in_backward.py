@@ -19,14 +19,17 @@ from . import checks, streams
 from .entry import never_compiled
 from .graph_tasks import GraphTasks
 from .slots import (
-    RequiringGrad,
     Slot,
+    abandon,
     accept_any_dtype,
     address,
     current_task_id,
+    install,
+    may_train,
     refuse_second_owner,
-    remove_hooks,
+    remove_hook,
     trains,
+    uninstall,
 )  # fmt: skip
 from .state import PARAMETER_DTYPES
 from .window_in_grad import WindowInGrad
@@ -61,7 +64,8 @@ class InBackward(WindowInGrad):
         self.direct: list[Slot] = []  # of parameters that get their gradients directly
         self.direct_backwards = 0  # how many backwards of this window had such gradients
         self.check_direct = False
-        weakref.finalize(run, remove_hooks, self.slots).atexit = False
+        self.forsaken = weakref.finalize(run, abandon, self.slots)
+        self.forsaken.atexit = False
 
     # -- hooks ----------------------------------------------------------------------------------------------
 
@@ -70,15 +74,15 @@ class InBackward(WindowInGrad):
         members = {id(p): p for p in params}
         for key, slot in list(self.slots.items()):
             if key not in members or slot.param() is not members[key]:
-                self._uncover(self.slots.pop(key))
+                uninstall(self.slots.pop(key))
         run = self.run()
         bare = [p for key, p in members.items() if key not in self.slots or self.slots[key].handle is None]
+        bare = [p for p in bare if may_train(p)]
         for p in bare:
             refuse_second_owner(run.name_of(p), p, self)
         for p in bare:
             slot = self.slots.setdefault(id(p), Slot(p, self))
-            with RequiringGrad(p):
-                slot.handle = p.register_post_accumulate_grad_hook(slot)
+            install(slot, p)
             if p.dtype != run.options.accum_dtype_for(p) and p.grad is None:
                 accept_any_dtype(slot, p)
 
@@ -97,26 +101,22 @@ class InBackward(WindowInGrad):
     def remove(self) -> None:
         """Take all hooks out. A window that p.grad holds can still be stepped."""
         self.installed = False
-        remove_hooks(self.slots)
+        for slot in self.slots.values():
+            remove_hook(slot)
         self.end_removed()
 
     def end_removed(self) -> None:
         """Once the window of removed hooks is over: put back what the parameters had."""
         run = self.run()
-        if self.installed or any(p.grad is not None for p in self.params()):
+        if run is None or self.installed or any(p.grad is not None for p in self.params()):
             return
         for slot in self.slots.values():
-            self._uncover(slot)
+            uninstall(slot)
         self.slots.clear()
+        self.forsaken.detach()
         if run.backward is self:
             run.backward = None
             run.window.clear()
-
-    def _uncover(self, slot: Slot) -> None:
-        remove_hooks({0: slot})
-        p = slot.param()
-        if p is not None and slot.grad_dtype is not None and (p.grad is None or p.grad.dtype == slot.grad_dtype):
-            p.grad_dtype = slot.grad_dtype
 
     # -- the buffer as p.grad -------------------------------------------------------------------------------
 
@@ -135,6 +135,8 @@ class InBackward(WindowInGrad):
             self.edited = run.name_of(p)  # something was put there, and added to since: not a new gradient
         with torch.no_grad():
             buffer = self.buffer(slot, bucket, row)
+            if g.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():  # a view of what is written to
+                g = g.clone()
             buffer.copy_(g)
             self.expose(slot, bucket, row)
 
@@ -157,9 +159,8 @@ class InBackward(WindowInGrad):
         g = p.grad
         if g is not None and self.ready is not None and g._version != slot.version:
             self.edited = self.run().name_of(p)
-        if g is not None and (self.stepping is not None or g.data_ptr() != slot.ptr):
-            if not bucket.is_buffer(row, g):
-                self.move(slot, bucket, row)
+        if g is not None and (g.data_ptr() != slot.ptr or g.numel()) and not bucket.is_buffer(row, g):
+            self.move(slot, bucket, row)
         elif g is None and self.stepping is not None and bucket.present[row]:  # the earlier micro-batches
             return bucket.accums[row], False
         elif g is None:

@@ -8,10 +8,12 @@ another layer uses too: zeros then).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .entry import never_compiled
 from .in_backward import InBackward
@@ -22,12 +24,17 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 
+OURS = "_fused_accum"  # attribute of our main_grads: one from a pickle, where hooks are not, is nobody's any more
+
+
 class MainGrad(InBackward):
     """An InBackward whose buffers are written by others too, at any time in a backward: they must be clean then."""
 
     def __init__(self, run: Runtime) -> None:
         super().__init__(run)
         self.guards: list[Any] = []
+        self.detached = weakref.finalize(run, _detach, self.slots, self.guards)
+        self.detached.atexit = False
         self.watch(None)
 
     def cover(self, params: Iterable[Tensor]) -> None:
@@ -38,18 +45,25 @@ class MainGrad(InBackward):
         for bucket in self.run().built():
             bucket.allocate([i for i, p in enumerate(bucket.params) if bucket.accums[i] is None and trains(p)])
             for row, (p, accum) in enumerate(zip(bucket.params, bucket.accums)):
-                if accum is not None and getattr(p, "main_grad", None) is None:
+                if accum is not None and not _lies_at(p, accum):
                     self._clear(bucket, row)
                     p.main_grad = accum.data
+                    setattr(p.main_grad, OURS, True)
                     self.guards.append(p.register_hook(self._guard(self.slots[id(p)])))
 
     def _refuse(self, p: Tensor) -> None:
         bucket, row = self.run().find(p)
         existing, accum = getattr(p, "main_grad", None), bucket.accums[row]
-        if existing is not None and (accum is None or existing.data_ptr() != accum.data_ptr()):
+        free = existing is None or hasattr(existing, OURS)
+        if not free and (accum is None or not _lies_at(p, accum)):
             raise RuntimeError(
                 f"parameter {bucket.name_of(p)} has a main_grad that is not this optimizer's (of Megatron's "
                 "DistributedDataParallel?); one owner only: del p.main_grad first"
+            )
+        if is_lazy(p):
+            raise RuntimeError(
+                f"parameter {bucket.name_of(p)} of a lazy layer has no shape yet, which its main_grad must have; run "
+                "the model's forward once before attach_main_grad()"
             )
         if not p.is_contiguous():
             raise RuntimeError(
@@ -66,7 +80,8 @@ class MainGrad(InBackward):
             p = slot.param()
             if session.stepping is not None:
                 return
-            if slot.window == session.window and not session.holds(slot):
+            bucket, row = session.run().find(p)
+            if slot.window == session.window and not (session.holds(slot) and bucket.is_buffer(row, p.grad)):
                 raise RuntimeError(
                     f"p.grad of parameter {session.run().name_of(p)} was cleared or replaced, which its main_grad, "
                     "added to by its layer, does not know; discard with optimizer.zero_grad()"
@@ -120,13 +135,14 @@ class MainGrad(InBackward):
         super().discarded()
 
     def remove(self) -> None:
-        for guard in self.guards:
-            guard.remove()
-        self.guards.clear()
-        for p in self.params():
-            if getattr(p, "main_grad", None) is not None:
-                del p.main_grad
+        _detach(self.slots, self.guards)
         super().remove()
+
+    def end_removed(self) -> None:
+        super().end_removed()
+        run = self.run()
+        if run is not None and run.backward is not self:
+            self.detached.detach()
 
     def _clear_all(self) -> None:
         """What was discarded rather than stepped: layers add to what is there."""
@@ -140,6 +156,23 @@ class MainGrad(InBackward):
         if bucket.stale[row]:
             bucket.accums[row].zero_()
             bucket.stale[row] = 0
+
+
+def _lies_at(p: Tensor, accum: Tensor) -> bool:
+    """Whether the buffer is p.main_grad."""
+    main_grad = getattr(p, "main_grad", None)
+    return main_grad is not None and main_grad.data_ptr() == accum.data_ptr()
+
+
+def _detach(slots: dict[int, Slot], guards: list[Any]) -> None:
+    """Take what belongs to this mode from the parameters."""
+    for guard in guards:
+        guard.remove()
+    guards.clear()
+    for slot in slots.values():
+        p = slot.param()
+        if hasattr(getattr(p, "main_grad", None), OURS):
+            del p.main_grad
 
 
 def _added(p: Tensor) -> bool:

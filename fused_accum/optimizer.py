@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checkpoint, norms, pipeline
-from .amp import Scaler
+from .amp import ScalerSupport
 from .backward_modes import BackwardModes
 from .entry import hooked, one_graph_break
 from .looking_in import LookingIn
@@ -21,7 +20,7 @@ from .state import GroupOption, Option, Options
 from .window import count_as_scale
 
 
-class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
+class FusedAccumAdamW(BackwardModes, LookingIn, ScalerSupport, torch.optim.AdamW):
     r"""AdamW that accumulates micro-batches itself: one persistent buffer, one fused pass per micro-batch.
 
     A window is the micro-batches of one update. ``accumulate()`` adds each ``p.grad`` into the parameter's buffer
@@ -183,7 +182,7 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
             As ``accumulate``; ValueError for hyper-parameters in a group that no step can use (not finite, betas
             outside [0, 1)); RuntimeError also when GradScaler steps with explicit contributions pending.
         """
-        loss = None
+        loss = self._run.asked_with = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -206,6 +205,7 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
         """
         with self._run.exclusive("zero_grad") as _held:
             self._run.torn = "zero_grad"
+            self._run.asked_with = None
             dropped = pipeline.discard_window(self)
             super().zero_grad(set_to_none)
             if self._run.backward is not None:
@@ -236,23 +236,6 @@ class FusedAccumAdamW(BackwardModes, LookingIn, torch.optim.AdamW):
                 for p in group["params"]:
                     p.grad = None
             self._run.torn = None
-
-    # -- GradScaler -----------------------------------------------------------------------------------------
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Makes torch.amp.GradScaler call ``step`` itself with ``grad_scale`` and ``found_inf`` set: where it was
-        asked for (fused=True), while explicit micro-batches are pending, so that ``step`` can refuse, and while
-        weights are recorded in backward, when p.grad must not be edited; and after step_in_backward(), to refuse."""
-        run = self._run
-        run.scaler = Scaler.asking(sys._getframe(1)) or run.scaler
-        explicit = run.backward is None and run.window.microbatches > 0
-        weighted = run.backward is not None and run.window.weighted
-        return run.amp_requested or explicit or weighted or run.stepped_in_backward
-
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, value: bool) -> None:
-        self._run.amp_requested = bool(value)
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 

@@ -209,7 +209,9 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
         _release(buckets)
 
 
-def _update(opt: FusedAccumAdamW, buckets: list[Bucket], books: tuple | None, skipped: Count, step: tuple) -> str | None:
+def _update(
+    opt: FusedAccumAdamW, buckets: list[Bucket], books: tuple | None, skipped: Count, step: tuple
+) -> str | None:
     """Step and write the books, both or neither, as ``take`` does; what to warn of."""
     run = opt._run
     try:

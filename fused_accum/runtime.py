@@ -37,6 +37,7 @@ class Runtime:
         self.window = Window()
         self.amp_requested = False
         self.scaler: Scaler | None = None  # that stepped this optimizer last
+        self.asked_with: weakref.ref | None = None  # a gradient when it asked; None since step or zero_grad
         self.incoming: dict[str, Any] | None = None
         self.warned_mid_window_save = False
         self.backward: InBackward | None = None  # p.grad, not the buckets, says what the open window holds
@@ -61,8 +62,8 @@ class Runtime:
     def refuse_half_applied(self, call: str) -> None:
         if self.half_applied is not None:
             raise RuntimeError(
-                f"{call}: {self.half_applied} left some parameters updated and others not; load a checkpoint into the "
-                "model and, with load_state_dict(), into the optimizer"
+                f"{call}: {self.half_applied} left some parameters updated and others not; load a checkpoint into "
+                "the model and, with load_state_dict(), into the optimizer"
             )
         again = call == self.torn == "discard_microbatch"
         if self.torn is not None and call not in ("zero_grad", "state_dict") and not again:

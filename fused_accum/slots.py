@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from . import _native
 from .entry import never_compiled
@@ -119,23 +121,26 @@ class Slot(Hook):
             self.pulse.entering = NO_TASK
 
 
-class RequiringGrad:
-    """torch registers hooks only on what requires grad; a frozen parameter may be unfrozen later."""
+def may_train(p: Tensor) -> bool:
+    """Whether p requires grad or can be unfrozen: integers (a quantized base) and inference tensors cannot."""
+    with torch._C.DisableTorchFunctionSubclass():  # of an uninitialized parameter too
+        return p.requires_grad or ((p.is_floating_point() or p.is_complex()) and not p.is_inference())
 
-    def __init__(self, p: Tensor) -> None:
-        self.p, self.frozen = p, not p.requires_grad
 
-    def __enter__(self) -> None:
-        if self.frozen:
-            self.p.requires_grad_(True)
-
-    def __exit__(self, *_: object) -> None:
-        if self.frozen:
-            self.p.requires_grad_(False)
+def install(slot: Slot, p: Tensor) -> None:
+    """Register the slot as p's hook. torch does so only for what requires grad, and is asked for the hooks of an
+    uninitialized parameter (of a lazy layer) by way of the base class; they stay when that gets its shape."""
+    frozen = not p.requires_grad
+    with torch._C.DisableTorchFunctionSubclass():
+        if frozen:
+            p.requires_grad_(True)
+        slot.handle = p.register_post_accumulate_grad_hook(slot)
+        if frozen:
+            p.requires_grad_(False)
 
 
 def trains(p: Tensor) -> bool:
-    return p.requires_grad and p.device.type != "meta"
+    return p.requires_grad and p.device.type != "meta" and not is_lazy(p)
 
 
 def accept_any_dtype(slot: Slot, p: Tensor) -> None:
@@ -146,17 +151,41 @@ def accept_any_dtype(slot: Slot, p: Tensor) -> None:
 
 
 def refuse_second_owner(name: str, p: Tensor, session: InBackward) -> None:
-    for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
-        owner = hook.owner() if isinstance(hook, Slot) else None
-        if owner not in (None, session) and owner.run() is not None:
-            raise RuntimeError(
-                f"parameter {name} is already accumulated in backward by another FusedAccumAdamW; one p.grad can be "
-                "the buffer of one optimizer only: remove() the other's handle first, or give each its own parameters"
-            )
+    if not _has_other_owner(p, session):
+        return
+    gc.collect()  # a scheduler and its optimizer hold each other, so that one nobody has any more may still live
+    if _has_other_owner(p, session):
+        raise RuntimeError(
+            f"parameter {name} is already accumulated in backward by another FusedAccumAdamW; one p.grad can be the "
+            "buffer of one optimizer only: remove() the other's handle first, or give each its own parameters"
+        )
 
 
-def remove_hooks(slots: dict[int, Slot]) -> None:
-    for slot in slots.values():
-        if slot.handle is not None:
-            slot.handle.remove()
-            slot.handle = None
+def _has_other_owner(p: Tensor, session: InBackward) -> bool:
+    hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
+    owners = [hook.owner() for hook in hooks if isinstance(hook, Slot)]
+    return any(owner not in (None, session) and owner.run() is not None for owner in owners)
+
+
+def remove_hook(slot: Slot) -> None:
+    if slot.handle is not None:
+        slot.handle.remove()
+        slot.handle = None
+
+
+def uninstall(slot: Slot) -> None:
+    """Give the parameter back as it was, but for a p.grad that is there."""
+    remove_hook(slot)
+    p = slot.param()
+    if p is not None and slot.grad_dtype is not None and (p.grad is None or p.grad.dtype == slot.grad_dtype):
+        p.grad_dtype = slot.grad_dtype
+
+
+def abandon(slots: dict[int, Slot]) -> None:
+    """What is left to do when an optimizer is gone: a p.grad becomes one that others can use."""
+    with torch.inference_mode(False), torch.no_grad():
+        for slot in slots.values():
+            p = slot.param()
+            if p is not None and p.grad is not None and p.grad.dtype != p.dtype and slot.grad_dtype is not None:
+                p.grad = p.grad.to(p.dtype)
+            uninstall(slot)

@@ -1,5 +1,7 @@
 """Fixtures: one set of tests for every backend that works on this machine."""
 
+import gc
+
 import pytest
 import torch
 
@@ -27,6 +29,13 @@ KERNEL_PAIRS = [
 def on(request):
     """The (backend, device) pair under test."""
     return request.param
+
+
+@pytest.fixture
+def emulated(on):
+    """Whether it is the kernels of a GPU on the CPU, which takes long: large tensors are smaller there, and runs
+    shorter where test_bits.py shows that every step gives the bits of backend "cpu"."""
+    return on[0] in ("cuda", "triton") and on[1] == "cpu"
 
 
 @pytest.fixture
@@ -73,6 +82,11 @@ def pytest_collection_modifyitems(config, items) -> None:
     if hasattr(config, "workerinput"):
         long = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of garbage searches it again."""
+    gc.freeze()
 
 
 # ---- what a run tells ----------------------------------------------------------------------------------------------

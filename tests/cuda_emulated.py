@@ -24,14 +24,14 @@ TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 CSRC = ROOT / "csrc"
 NATIVE = TESTS / "native"
+KERNELS = sorted(path for path in CSRC.glob("cuda_*.cu") if ".cu\"" not in path.read_text())  # each on its own
 EMULATOR = sorted(NATIVE.glob("cuda_emulation*.cpp"))
-BINDINGS = ("cuda_bindings.cpp", "shared.cpp")  # what knows Python
 VARIABLE, SETTINGS = "FUSED_ACCUM_EMULATED", "FUSED_ACCUM_EMULATION"
 
 # As setup.py has it where bits depend on it.
 FLAGS = ("-std=c++17", "-g1", "-ffp-contract=off", "-fno-math-errno", "-fno-omit-frame-pointer", "-fPIC", "-pthread",
          "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
-         "-DFA_CUDA_EMULATION")  # fmt: skip
+         "-ftls-model=initial-exec", "-DFA_CUDA_EMULATION")  # fmt: skip
 PLAIN = ("-O1",)
 # Not optimized: with both sanitizers g++ takes minutes for what it compiles in seconds so.
 SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
@@ -39,32 +39,24 @@ SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 def build(folder: Path, targets: dict[str, tuple[list[Path], tuple[str, ...], tuple[str, ...]]], wanted: str) -> Path:
     """Compile and link the ``wanted`` one of ``targets``: name, sources (.cpp, .cu), their flags, those of the link.
-
-    Sources of Python bindings, which take longest, are compiled once for all targets, neither optimized nor
-    sanitized. What has not changed is not compiled again.
-    """
+    What has not changed is not compiled again."""
     from ninja import ninja_syntax
 
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "build.ninja", "w") as file:
         ninja = ninja_syntax.Writer(file, width=10_000)
-        words = shlex.join([*FLAGS, f"-I{CSRC}", f"-I{NATIVE}"])
+        includes = ("-isystem", sysconfig.get_path("include"))
+        words = shlex.join([*FLAGS, f"-I{CSRC}", f"-I{NATIVE}", *includes])
         ninja.rule("cxx", f"g++ {words} $flags -MMD -MF $out.d -x c++ -c $in -o $out", depfile="$out.d", deps="gcc")
         ninja.rule("link", "g++ -pthread $flags $in -o $out")
-        made = {}
         for name, (sources, flags, link) in targets.items():
             objects = []
             for source in sources:
-                bindings = source.name in BINDINGS
-                own = ("-O0", *python_includes()) if bindings else flags
-                if source in EMULATOR:  # little to compile, and what runs most
-                    own = (*own, "-O2")
-                path = f"{'bindings' if bindings else name}.objects/{source.name}.o"
-                if path not in made:
-                    made[path] = ninja.build(
-                        path, "cxx", ninja_syntax.escape_path(str(source)), variables={"flags": shlex.join(own)}
-                    )
-                objects += made[path]
+                own = (*flags, "-O2") if source in EMULATOR else flags  # little to compile, and what runs most
+                objects += ninja.build(
+                    f"{name}.objects/{source.name}.o", "cxx", ninja_syntax.escape_path(str(source)),
+                    variables={"flags": shlex.join(own)},
+                )  # fmt: skip
             ninja.build(name, "link", objects, variables={"flags": shlex.join([*flags, *link])})
     done = subprocess.run(
         [sys.executable, "-m", "ninja", "-C", str(folder), wanted],
@@ -74,16 +66,9 @@ def build(folder: Path, targets: dict[str, tuple[list[Path], tuple[str, ...], tu
     return folder / wanted
 
 
-def python_includes() -> tuple[str, ...]:
-    import pybind11
-
-    return ("-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include"))
-
-
 def build_module(sanitized: bool = False) -> Path:
     """The emulated fused_accum._C_cuda, in build/; ``sanitized`` it loads where libasan is there already."""
-    kernels = [CSRC / "cuda_launch.cpp", *sorted(CSRC.glob("*.cu")), *EMULATOR]
-    sources = [CSRC / name for name in BINDINGS] + kernels
+    sources = [*sorted(CSRC.glob("cuda_*.cpp")), *KERNELS, *EMULATOR]
     suffix = f"_C_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
     targets = {
         f"plain/{suffix}": (sources, PLAIN, ("-shared",)),

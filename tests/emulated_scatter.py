@@ -52,14 +52,14 @@ def test_scattered_rows_go_to_a_device_and_stream(emulation):
     emulation.set_device(1)
     total, grad, index = torch.zeros(2, 4), torch.ones(3, 4), torch.tensor([0, 0, 1])
     order = torch.arange(3)
-    stream = emulation.stream(2)
-    cuda._C.scatter_rows(total, index.data_ptr(), order.data_ptr(), grad, -1, 2, stream)
+    executor, place = cuda._CUDA.Cuda(2, emulation.stream(2)), cuda.place_of(total.device)
+    cuda._C.scatter_rows(total, index.data_ptr(), order.data_ptr(), grad, -1, executor, place)
     (launch,) = emulation.launches()
     assert (launch.device, launch.stream != 0, emulation.device()) == (2, True, 1)
     assert total.tolist() == [[2.0] * 4, [1.0] * 4]
     emulation.fail("launch", ILLEGAL_ADDRESS)
     with pytest.raises(RuntimeError, match="cudaErrorIllegalAddress"):
-        cuda._C.scatter_rows(total, index.data_ptr(), order.data_ptr(), grad, -1, 2, stream)
+        cuda._C.scatter_rows(total, index.data_ptr(), order.data_ptr(), grad, -1, executor, place)
     assert emulation.device() == 1
 
 
@@ -72,7 +72,9 @@ def test_scattered_rows_go_to_a_device_and_stream(emulation):
 def test_matrices_that_do_not_fit_are_refused(emulation, accum, grad, words):
     index = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=words):
-        cuda._C.scatter_rows(accum, index.data_ptr(), index.data_ptr(), grad, -1, 0, 0)
+        cuda._C.scatter_rows(
+            accum, index.data_ptr(), index.data_ptr(), grad, -1, cuda._CUDA.Cuda(0, 0), cuda.place_of(accum.device)
+        )
     assert emulation.launches() == []
 
 

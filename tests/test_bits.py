@@ -42,10 +42,11 @@ def elsewhere(t, device):
     return whole.clone().to(device).as_strided(t.shape, t.stride(), t.storage_offset())
 
 
-def same_runs(on, start, gradients, windows=3, **options):
+def same_runs(on, start, gradients, windows=3, late=0, **options):
     """Run the windows that ``gradients(params)`` yields, on both backends; all that is kept must have equal bits.
 
-    ``gradients`` gives, for one micro-batch, a gradient or None for every parameter.
+    ``gradients`` gives, for one micro-batch, a gradient or None for every parameter. After the first window ``late``
+    steps are counted without being taken.
     """
     plan = [[gradients(start) for _ in range(3)] for _ in range(windows)]
     runs = []
@@ -57,6 +58,9 @@ def same_runs(on, start, gradients, windows=3, **options):
                 for p, g in zip(params, grads):
                     give(p, None if g is None else elsewhere(g, device))
                 opt.step(scale=0.4) if k == 2 else opt.accumulate(0.3)
+            if micros is plan[0]:
+                for p in params:
+                    opt.state[p]["step"] += late
         runs.append(opt)
     for p, q in zip(params_of(runs[0]), params_of(runs[1])):
         assert equal(p, q)
@@ -79,6 +83,13 @@ def dense(dtype=None):
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 def test_hyperparameters(on, dtype, hyper):
     same_runs(on, [torch.nn.Parameter(values((40,), DTYPES[dtype]))], dense(), **hyper)
+
+
+@pytest.mark.parametrize("late", [99, 997, 123_456, 2**24 - 9])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+def test_late_steps(on, dtype, late):
+    """The corrections of long runs, and of the longest."""
+    same_runs(on, [torch.nn.Parameter(values((40,), DTYPES[dtype]))], dense(), late=late, lr=0.1, betas=(0.9, 0.9999))
 
 
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])

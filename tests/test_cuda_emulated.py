@@ -59,7 +59,7 @@ def test_decisions_on_the_device():
 
 
 def test_the_emulated_module_is_used_only_when_asked_for():
-    script = "from fused_accum.backends import cuda; print(getattr(cuda._C, 'DEVICE_TYPE', 'none'))"
+    script = "from fused_accum.backends import cuda; print(getattr(cuda._CUDA, 'DEVICE_TYPE', 'none'))"
     environment = {key: value for key, value in os.environ.items() if key != cuda_emulated.VARIABLE}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, cwd=cuda_emulated.ROOT, capture_output=True, text=True,

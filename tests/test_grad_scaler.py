@@ -183,3 +183,37 @@ def test_scale_argument_and_grad_scaler_combine(make, device):
     scaler.update()
     oracle.check()
     assert params_of(opt)[0].grad is None
+
+
+CLEARING = {
+    "nothing": lambda opt, model: None,
+    "the optimizer's": lambda opt, model: opt.zero_grad(),
+    "the model's": lambda opt, model: model.zero_grad(),
+    "zeros": lambda opt, model: opt.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("clearing", CLEARING)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("mode", ["plain", "in-backward", "direct"])
+def test_skipped_gradients_that_stay_are_told_of(make, device, mode, options, clearing, recwarn):
+    """Nothing but zero_grad() clears what a scaler skips: step() is not called. With fused=True it is, and clears."""
+    model = torch.nn.Linear(3, 2).to(device)
+    opt = make(model.parameters(), lr=0.1, **options)
+    if mode != "plain":
+        opt.accumulate_in_backward() if mode == "in-backward" else opt.direct_wgrad(model)
+    scaler = scaler_for(device)
+    heard, x = [], torch.randn(4, 3, device=device)
+    for overflow in (False, True, False, False):
+        for part in range(2):
+            loss = scaler.scale(model(x).square().mean() / 2)
+            (loss * float("inf") if overflow and part == 0 else loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        CLEARING[clearing](opt, model)
+        heard.append([str(w.message) for w in recwarn.list])
+        recwarn.clear()
+    stays = clearing == "nothing" and not options.get("fused")
+    assert [bool(messages) for messages in heard] == [False, False, stays, False]
+    assert all("zero_grad() after scaler.update()" in message for message in heard[2])
+    assert float(opt.state[model.weight]["step"]) == (1 if stays else 3)

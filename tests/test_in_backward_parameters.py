@@ -1,5 +1,6 @@
 """accumulate_in_backward(): hooks come and go with the parameters, which may freeze, move and be cast."""
 
+import copy
 import gc
 import weakref
 
@@ -210,3 +211,60 @@ def test_nothing_keeps_memory(make, device, mid_window):
             assert runs() is None
     finally:
         gc.enable()
+
+
+BEGIN = {
+    "in-backward": lambda opt, model: opt.accumulate_in_backward(),
+    "direct": lambda opt, model: opt.direct_wgrad(model),
+    "main-grad": lambda opt, model: opt.attach_main_grad(),
+}
+
+
+def frozen_base(dtype, device):
+    if dtype == "inference":
+        with torch.inference_mode():
+            return torch.nn.Parameter(torch.ones(4, 4, device=device), requires_grad=False)
+    return torch.nn.Parameter(torch.ones(4, 4, device=device).to(dtype), requires_grad=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, "inference"], ids=str)
+@pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
+def test_a_frozen_parameter_that_cannot_require_grad(make, device, begin, dtype):
+    """As quantized bases keep them in model.parameters(): they are left alone, as by torch's AdamW."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4)).to(device)
+    model.register_parameter("base", frozen_base(dtype, device))
+    params = list(model[0].parameters())
+    opt = make([model.base, *params], **LARGE)
+    handle = begin(opt, model)
+    for _ in range(2):
+        run_backwards(params, gradients(params, 2))
+        assert all(is_alias(opt, p) for p in params)
+        opt.step()
+    assert model.base not in opt.state
+    assert all(float(opt.state[p]["step"]) == 2 for p in params)
+    handle.remove()
+    assert not model.base.requires_grad
+
+
+@pytest.mark.parametrize("begin", ["in-backward", "direct"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_lazy_layer_before_its_first_forward(make, device, begin, dtype):
+    model = torch.nn.Sequential(torch.nn.LazyLinear(3, dtype=dtype), torch.nn.Linear(3, 2, dtype=dtype)).to(device)
+    opt = make(model.parameters(), **LARGE)
+    handle = BEGIN[begin](opt, model)
+    if begin == "direct":
+        assert handle.direct == ["1.weight", "1.bias"]
+        assert "lazy" in handle.ordinary["0.weight"]
+    batch = torch.randn(6, 5, device=device, dtype=dtype)
+    for x in batch.chunk(2):
+        opt.scale_loss(model(x).float().square().mean(), weight=len(x)).backward()
+        assert all(is_alias(opt, p) for p in model.parameters())
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    twin(batch).float().square().mean().backward()
+    opt.step()
+    rtol = 1e-5 if dtype == torch.float32 else 5e-2
+    for p, q in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(opt.state[p]["exp_avg"], 0.1 * q.grad.float(), rtol=rtol, atol=rtol)
+    with pytest.raises(RuntimeError, match="lazy layer"):
+        make(torch.nn.LazyLinear(3).parameters()).attach_main_grad()

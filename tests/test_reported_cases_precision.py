@@ -1,6 +1,7 @@
 """Failures that users reported in such software: precision, cases 9 to 12 of the project's list."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -30,25 +31,26 @@ def test_case_09_small_contributions_are_not_lost(make, accum_dtype, total):
     assert buffers(opt)[0].tolist() == [total] * 5
 
 
-def moved(make, n, **options):
-    """A parameter of ones after 1000 steps of lr 1e-4, whose every update is lr."""
+def moved(make, n, steps=1000, **options):
+    """A parameter of ones after steps of lr 1e-4, whose every update is lr."""
     p = torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
     opt = make([p], lr=1e-4, weight_decay=0.0, **options)
-    for _ in range(1000):
+    for _ in range(steps):
         p.grad = torch.ones_like(p)
         opt.step()
     return p.detach(), opt
 
 
-def test_case_10_bf16_parameters_move_at_small_lr(make, on):
+def test_case_10_bf16_parameters_move_at_small_lr(make, on, emulated):
     """They do not by themselves; by chance their mean does as in fp32, within 3 sigma."""
-    stuck, _ = moved(make, 5)
+    steps = 100 if emulated else 1000
+    stuck, _ = moved(make, 5, steps)
     assert stuck.tolist() == [1.0] * 5
     n = 100_000 if on[0] == "cpu" else 10_000
-    p, _ = moved(make, n, stochastic_rounding=True)
+    p, _ = moved(make, n, steps, stochastic_rounding=True)
     mean, deviation = p.double().mean(), p.double().std()
     assert deviation > 0
-    assert abs(float(mean) - 0.9) < 3 * float(deviation) / math.sqrt(n)
+    assert abs(float(mean) - (1 - 1e-4 * steps)) < 3 * float(deviation) / math.sqrt(n)
 
 
 @pytest.mark.parametrize("master", ["fp32", "split"])
@@ -114,10 +116,15 @@ def test_fp16_parameters_with_fp32_masters_train(make):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@cache
+def torchs(dtype):
+    """Parameters after 1000 of its steps."""
+    return regression(dtype, torch.optim.AdamW, 1000)[0]
+
+
 @pytest.mark.parametrize("options", [{"master_weights": "fp32"}, {"master_weights": "split"}], ids=str)
 def test_a_bf16_run_with_masters_stays_nearer_to_fp32_than_torchs(make, options):
     """1000 steps from one start."""
-    exact, _ = regression(torch.float32, torch.optim.AdamW, 1000)
-    stock, _ = regression(torch.bfloat16, torch.optim.AdamW, 1000)
+    exact, stock = torchs(torch.float32), torchs(torch.bfloat16)
     ours, _ = regression(torch.bfloat16, make, 1000, **options)
     assert distance(ours, exact) < distance(stock, exact)

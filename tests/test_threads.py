@@ -68,10 +68,10 @@ def test_step_in_a_step_hook_is_refused_or_a_plain_call(make, device):
 
 @pytest.mark.parametrize("first", ["step", "accumulate"])
 @pytest.mark.parametrize("second", ["step", "accumulate", "zero_grad", "discard_microbatch", "state_dict"])
-def test_concurrent_calls_are_refused(make, device, first, second):
+def test_concurrent_calls_are_refused(make, device, emulated, first, second):
     """While one thread is in a call on large tensors, another's call raises and disturbs nothing."""
     warnings.simplefilter("ignore")  # of a mid-window state_dict, of what zero_grad drops; pytest restores it
-    p = torch.nn.Parameter(torch.zeros(6_000_000, device=device))
+    p = torch.nn.Parameter(torch.zeros(300_000 if emulated else 6_000_000, device=device))
     grad = torch.ones_like(p)
     opt = make([p], lr=0.5)
     refused = []
@@ -160,11 +160,11 @@ def test_calls_from_different_threads_in_turn(make, device):
     oracle.check()
 
 
-def test_two_optimizers_in_two_threads(make, device):
+def test_two_optimizers_in_two_threads(make, device, emulated):
     """Different optimizers run at the same time and get what each would get alone."""
     torch.set_num_threads(3)
     torch.manual_seed(0)
-    start = parameters((100_000,), (5,), device=device)
+    start = parameters((10_000 if emulated else 100_000,), (5,), device=device)
     micros = micro_batches(start, [(0.5, None)] * 2)
     runs = [copies(start) for _ in range(3)]
     opts = [make(params, lr=0.5, weight_decay=0.3) for params in runs]
@@ -191,9 +191,9 @@ def test_two_optimizers_in_two_threads(make, device):
         assert all(map(same_bits, params, runs[2]))
 
 
-def test_other_threads_run_meanwhile(make, device):
+def test_other_threads_run_meanwhile(make, device, emulated):
     """The GIL is released: a Python thread makes progress during one long call."""
-    p = torch.nn.Parameter(torch.zeros(5_000_000, device=device))
+    p = torch.nn.Parameter(torch.zeros(300_000 if emulated else 5_000_000, device=device))
     opt = make([p])
     p.grad = torch.ones_like(p)
     opt.step()

@@ -8,14 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _native, norms
+from .. import norms
 from ..rows import Rows
 from .base import Backend
-from .native import NativeBucket, accumulate_lists, adamw_lists
-
-_C, _MISSING = _native.load()
-if _C is not None:
-    _C.set_tensor_class(torch.Tensor)
+from .native import _C, MISSING, NativeBucket, accumulate_lists, adamw_lists, place_of
 
 
 TERM_TOKENS = 64  # kTermTokens of csrc/product.h
@@ -26,8 +22,6 @@ def executor() -> Any:
 
 
 class CpuBucket(NativeBucket):
-    module = _C
-
     def executor(self, steps: bool, factors: norms.Factors | None = None, counts: Tensor | None = None) -> Any:
         return executor()
 
@@ -40,7 +34,7 @@ class Cpu(Backend):
         if device.type != "cpu":
             return f"it updates CPU tensors only, not {device.type} ones"
         if _C is None:
-            return _MISSING
+            return MISSING
         try:
             _C.cpu_isa()
         except RuntimeError as error:
@@ -50,11 +44,13 @@ class Cpu(Backend):
     def accumulate(
         self, accums: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool], scale: float
     ) -> None:
-        accumulate_lists(_C, executor(), _C.Place(1, 0), accums, grads, first, scale)
+        accumulate_lists(executor(), place_of(torch.device("cpu")), accums, grads, first, scale)
 
     def scatter_rows(self, accum: Tensor, index: Tensor, grad: Tensor, skip: int | None) -> None:
         index, grad = index.contiguous(), grad.contiguous()
-        _C.scatter_rows(accum, index.data_ptr(), grad, -1 if skip is None else skip, torch.get_num_threads())
+        _C.scatter_rows(
+            accum, index.data_ptr(), 0, grad, -1 if skip is None else skip, executor(), place_of(accum.device)
+        )
 
     def add_product(self, buffer: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
         if not buffer.is_contiguous():
@@ -65,7 +61,7 @@ class Cpu(Backend):
             super().add_product(buffer, left, right, first)
 
     def adamw(self, rows: Rows) -> None:
-        adamw_lists(_C, executor(), _C.Place(1, 0), rows)
+        adamw_lists(executor(), place_of(torch.device("cpu")), rows)
 
 
 BACKEND = Cpu()

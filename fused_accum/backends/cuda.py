@@ -1,4 +1,6 @@
-"""The CUDA backend: csrc/cuda_*.cu through fused_accum._C_cuda, which is built where there is nvcc.
+"""The CUDA backend: csrc/cuda_*.cu in fused_accum._C_cuda, which is built where there is nvcc.
+
+It makes executors, which run the rows of fused_accum._C's tables.
 
 Counts of updates (``state[p]["step"]``) live on the device, where the kernels count them and make what depends on
 them: a step never waits for the GPU, and one that is skipped there counts nothing. Counts from a checkpoint are moved
@@ -24,13 +26,10 @@ from .. import _native, norms
 from ..rows import Rows
 from ..state import Hyper
 from .base import Backend
-from .native import PLACE_TYPES, NativeBucket, accumulate_lists, adamw_lists
+from .native import _C, MISSING, NativeBucket, accumulate_lists, adamw_lists, place_of
 
-_C, _MISSING = _native.load("_C_cuda")
-DEVICE_TYPE = "cuda"
-if _C is not None:
-    _C.set_tensor_class(torch.Tensor)
-    DEVICE_TYPE = _C.DEVICE_TYPE
+_CUDA, _CUDA_MISSING = _native.load("_C_cuda")
+DEVICE_TYPE = "cuda" if _CUDA is None else _CUDA.DEVICE_TYPE
 
 
 def current_stream(device: torch.device) -> Any:
@@ -64,11 +63,11 @@ def executor(
     for one, many, t in (("slots", "slot_count", slots), ("squares", "square_count", squares)):
         if t is not None:
             given |= {one: t.data_ptr(), many: len(t)}
-    return _C.Cuda(device.index or 0, handle, **given)
+    return _CUDA.Cuda(device.index or 0, handle, **given)
 
 
 def slots_for(rows: int, device: torch.device) -> Tensor:
-    return torch.empty(rows, _C.SLOT_BYTES, dtype=torch.uint8, device=device)
+    return torch.empty(rows, _CUDA.SLOT_BYTES, dtype=torch.uint8, device=device)
 
 
 def device_scale(scale: Tensor) -> Tensor:
@@ -79,8 +78,6 @@ def device_scale(scale: Tensor) -> Tensor:
 
 
 class CudaBucket(NativeBucket):
-    module = _C
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.slots: Tensor | None = None
@@ -110,7 +107,7 @@ class CudaBucket(NativeBucket):
         if self.options.skip_nonfinite is None and not self.options.measures:
             return None
         with torch.inference_mode(False):
-            count = _C.squares_for(*self.table.sizes())
+            count = _CUDA.squares_for(*self.table.sizes())
             self.scratch = torch.empty(count, dtype=torch.float64, device=self.device)
         return self.scratch
 
@@ -129,7 +126,7 @@ class CudaBucket(NativeBucket):
 
 @cache
 def _why_not(index: int) -> str | None:
-    return _C.why_not(index) or None
+    return _CUDA.why_not(index) or None
 
 
 class Cuda(Backend):
@@ -138,8 +135,8 @@ class Cuda(Backend):
     decides_on_device = True
 
     def why_not(self, device: torch.device) -> str | None:
-        if _C is None:
-            return _MISSING
+        if _C is None or _CUDA is None:
+            return MISSING or _CUDA_MISSING
         if device.type != DEVICE_TYPE:
             return f"it updates {DEVICE_TYPE} tensors only, not {device.type} ones"
         if device.type == "cuda" and torch.version.cuda is None:
@@ -154,7 +151,7 @@ class Cuda(Backend):
     ) -> None:
         if accums:
             device = accums[0].device
-            accumulate_lists(_C, executor(device), self._place(device), accums, grads, first, scale)
+            accumulate_lists(executor(device), place_of(device), accums, grads, first, scale)
 
     def scatter_rows(self, accum: Tensor, index: Tensor, grad: Tensor, skip: int | None) -> None:
         """As Backend's. An index outside the buffer adds nothing: the forward has refused it on the device."""
@@ -163,21 +160,16 @@ class Cuda(Backend):
         if wide != (grad.dtype == torch.float64):
             grad = grad.to(torch.float64 if wide else torch.float32)  # as the sum does with each element
         rows, order = index.sort(stable=True)
-        stream = current_stream(device)
         _C.scatter_rows(
             accum, rows.data_ptr(), order.data_ptr(), grad.contiguous(), -1 if skip is None else skip,
-            device.index or 0, 0 if stream is None else stream.cuda_stream,
+            executor(device), place_of(device),
         )  # fmt: skip
 
     def adamw(self, rows: Rows) -> None:
         if rows.params:
             device = rows.params[0].device
             slots = slots_for(len(rows.params), device)
-            adamw_lists(_C, executor(device, slots), self._place(device), rows)
-
-    @staticmethod
-    def _place(device: torch.device) -> Any:
-        return _C.Place(PLACE_TYPES[device.type], device.index or 0)
+            adamw_lists(executor(device, slots), place_of(device), rows)
 
 
 BACKEND = Cuda()

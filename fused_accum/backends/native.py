@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import checks, norms
+from .. import _native, checks, norms
 from ..buckets import Bucket
 from ..rows import Rows
 from ..state import PARAMETER_DTYPES, Hyper
 
 PLACE_TYPES = {"cpu": 1, "cuda": 2}  # DLPack's
 
+_C, MISSING = _native.load()
+if _C is not None:
+    _C.set_tensor_class(torch.Tensor)
+
+
+def place_of(device: torch.device) -> Any:
+    """A device as DLPack names it."""
+    return _C.Place(PLACE_TYPES[device.type], device.index or 0)
+
 
 class NativeBucket(Bucket):
     """A Bucket whose way of a gradient is two native calls; Python takes over for what is unusual.
 
-    A subclass names the native ``module`` and where its tensors are, and makes what runs the rows of a call.
+    A subclass makes what runs the rows of a call.
     ``all_squares``: where kernels put sums of squares, a float64 per parameter.
     """
-
-    module: ModuleType
-
-    def place(self) -> Any:
-        """Where the tensors are, as DLPack names it."""
-        return self.module.Place(PLACE_TYPES[self.device.type], self.device.index or 0)
 
     def executor(self, steps: bool, factors: norms.Factors | None = None, counts: Tensor | None = None) -> Any:
         """What runs the rows of the coming call, a step or an accumulation; ``counts``: as Rows'."""
         raise NotImplementedError
 
     def native_hyper(self, hyper: Hyper, group: dict[str, Any]) -> Any:
-        return self.module.Hyper(hyper)
+        return _C.Hyper(hyper)
 
     def by_value(self, scale: float | Tensor) -> float:
         """What to give to the native calls; a scale on the device goes to their executors instead."""
@@ -47,13 +49,15 @@ class NativeBucket(Bucket):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.table = self.module.Table(
-            self.params, self.groups, torch._C._increment_version, self.place(), self.indices, self.options.weights,
+        self.table = _C.Table(
+            self.params, self.groups, torch._C._increment_version, place_of(self.device), self.indices,
+            self.options.weights,
             self.options.rounding_seed,
         )  # fmt: skip
         self.table.accept(torch.Tensor)
         self.table.accept(torch.nn.Parameter)
-        self.inference = any(p.is_inference() for p in self.params)
+        with torch._C.DisableTorchFunctionSubclass():  # which an uninitialized parameter has refuse it
+            self.inference = any(p.is_inference() for p in self.params)
         self.all_squares = self.new_squares() if self.options.measures else None
 
     def progress(self) -> int:
@@ -164,19 +168,18 @@ class NativeBucket(Bucket):
 
 
 def accumulate_lists(
-    module: ModuleType, executor: Any, place: Any,
-    accums: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool], scale: float,
-) -> None:  # fmt: skip
+    executor: Any, place: Any, accums: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool], scale: float
+) -> None:
     """``Backend.accumulate`` in native code."""
-    module.accumulate_lists(list(accums), list(grads), list(first), scale, executor, place)
+    _C.accumulate_lists(list(accums), list(grads), list(first), scale, executor, place)
 
 
-def adamw_lists(module: ModuleType, executor: Any, place: Any, rows: Rows) -> None:
+def adamw_lists(executor: Any, place: Any, rows: Rows) -> None:
     """``Backend.adamw`` in native code."""
     accums = [a if present else None for a, present in zip(rows.accums, rows.present)]
-    module.step_lists(
+    _C.step_lists(
         list(rows.params), list(rows.grads), accums, list(rows.exp_avgs), list(rows.exp_avg_sqs),
-        list(rows.max_exp_avg_sqs), list(rows.steps), list(rows.groups), [module.Hyper(h) for h in rows.hypers],
+        list(rows.max_exp_avg_sqs), list(rows.steps), list(rows.groups), [_C.Hyper(h) for h in rows.hypers],
         [PARAMETER_DTYPES.index(dtype) for dtype in rows.accum_dtypes], rows.scale, rows.coefficient, executor, place,
         list(rows.masters), list(rows.indices) or [0] * len(rows.params), rows.weights, rows.rounding_seed or 0,
     )  # fmt: skip

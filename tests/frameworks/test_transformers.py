@@ -1,7 +1,6 @@
 """transformers.Trainer: swapped in by optimizer_cls_and_kwargs, the same training as with torch.optim.AdamW."""
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -27,14 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ACCUMULATION, ROWS, EPOCHS = 4, 10, 2  # windows of 4, 4 and 2, twice
 UPDATES = 6
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections():
-    """The Trainer collects garbage a few times per training: let it not search all that was imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def gpt2():

@@ -2,7 +2,6 @@
 #include "cuda_emulation.h"
 
 #include <sys/mman.h>
-#include <ucontext.h>
 
 #include <cstdlib>
 #include <deque>
@@ -13,6 +12,10 @@
 #include <vector>
 
 #include "cuda_emulation_state.h"
+
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -27,9 +30,70 @@ namespace {
 constexpr size_t kStack = 256 << 10, kGuard = 4096;
 constexpr unsigned kWarp = 32;
 
+// A stack that is left, to return to.
+#if defined(__x86_64__)
+
+struct Context {
+  void* stack;
+
+  // What is left there, to be taken by the first `to_context`: an address to return to, over six registers.
+  void start(char* bottom, size_t bytes, void (*function)()) {
+    void** top = reinterpret_cast<void**>(bottom + bytes) - 8;  // `function` finds it as after a call
+    for (int i = 0; i < 6; ++i) top[i] = nullptr;
+    top[6] = reinterpret_cast<void*>(function);
+    stack = top;
+  }
+};
+
+// Leaves `from`, goes on in `to`. As swapcontext, which makes two system calls for the mask of signals each time.
+extern "C" void fa_to_context(Context* from, const Context* to);
+asm(R"(
+.pushsection .text
+.hidden fa_to_context
+.globl fa_to_context
+.type fa_to_context, @function
+fa_to_context:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov (%rsi), %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+.size fa_to_context, . - fa_to_context
+.popsection
+)");
+
+#else
+
+struct Context {
+  ucontext_t context;
+
+  void start(char* bottom, size_t bytes, void (*function)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = bottom;
+    context.uc_stack.ss_size = bytes;
+    context.uc_link = nullptr;
+    makecontext(&context, function, 0);
+    context.uc_stack.ss_size = 0;  // of no more use, but to AddressSanitizer, which clears so much at every switch
+  }
+};
+
+void fa_to_context(Context* from, const Context* to) { swapcontext(&from->context, &to->context); }
+
+#endif
+
 // A stack that runs threads of a block, one after the other, until one of them has to wait.
 struct Fiber {
-  ucontext_t context;
+  Context context;
   char* memory;
   void* fake_stack = nullptr;
   unsigned thread = 0;
@@ -81,7 +145,7 @@ struct SharedArray {
 };
 
 struct Machine {
-  ucontext_t scheduler;
+  Context scheduler;
   void* scheduler_fake_stack = nullptr;
   const void* scheduler_bottom = nullptr;
   size_t scheduler_size = 0;
@@ -98,36 +162,37 @@ struct Machine {
   std::map<const void*, std::unique_ptr<SharedArray>> shared;
 };
 
-thread_local Machine machine;
+thread_local Machine machine_of_thread;
+__thread Machine* machine;  // the same, in a launch: no guard around every use
 
 void to_scheduler() {
-  Fiber* self = machine.current;
+  Fiber* self = machine->current;
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_start_switch_fiber(&self->fake_stack, machine.scheduler_bottom, machine.scheduler_size);
+  __sanitizer_start_switch_fiber(&self->fake_stack, machine->scheduler_bottom, machine->scheduler_size);
 #endif
-  swapcontext(&self->context, &machine.scheduler);
+  fa_to_context(&self->context, &machine->scheduler);
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(self->fake_stack, &machine.scheduler_bottom, &machine.scheduler_size);
+  __sanitizer_finish_switch_fiber(self->fake_stack, &machine->scheduler_bottom, &machine->scheduler_size);
 #endif
 }
 
 void fiber_main() {
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(nullptr, &machine.scheduler_bottom, &machine.scheduler_size);
+  __sanitizer_finish_switch_fiber(nullptr, &machine->scheduler_bottom, &machine->scheduler_size);
 #endif
   while (true) {
-    while (machine.started < machine.launch->block) {
-      machine.current->thread = threadIdx.x = unsigned((*machine.order)[machine.started++]);
-      machine.launch->call(machine.launch->context);
-      ++machine.finished;
+    while (machine->started < machine->launch->block) {
+      machine->current->thread = threadIdx.x = unsigned((*machine->order)[machine->started++]);
+      machine->launch->call(machine->launch->context);
+      ++machine->finished;
     }
-    machine.idle.push_back(machine.current);
+    machine->idle.push_back(machine->current);
     to_scheduler();
   }
 }
 
 void resume(Fiber* fiber) {
-  machine.current = fiber;
+  machine->current = fiber;
   threadIdx.x = fiber->thread;
   char* bottom = fiber->memory + kGuard;
   if (fiber->fresh) {
@@ -135,21 +200,16 @@ void resume(Fiber* fiber) {
 #if defined(__SANITIZE_ADDRESS__)
     __asan_unpoison_memory_region(bottom, kStack - kGuard);
 #endif
-    getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = bottom;
-    fiber->context.uc_stack.ss_size = kStack - kGuard;
-    fiber->context.uc_link = nullptr;
-    makecontext(&fiber->context, fiber_main, 0);
-    fiber->context.uc_stack.ss_size = 0;  // of no more use, but to AddressSanitizer, which clears so much at every switch
+    fiber->context.start(bottom, kStack - kGuard, fiber_main);
   }
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_start_switch_fiber(&machine.scheduler_fake_stack, bottom, kStack - kGuard);
+  __sanitizer_start_switch_fiber(&machine->scheduler_fake_stack, bottom, kStack - kGuard);
 #endif
-  swapcontext(&machine.scheduler, &fiber->context);
+  fa_to_context(&machine->scheduler, &fiber->context);
 #if defined(__SANITIZE_ADDRESS__)
-  __sanitizer_finish_switch_fiber(machine.scheduler_fake_stack, nullptr, nullptr);
+  __sanitizer_finish_switch_fiber(machine->scheduler_fake_stack, nullptr, nullptr);
 #endif
-  machine.current = nullptr;
+  machine->current = nullptr;
 }
 
 // Waits until `needed` threads are here; returns whether the caller is the last of them.
@@ -157,45 +217,45 @@ bool meet(Meeting& meeting, unsigned needed) {
   if (++meeting.arrived == needed) {
     meeting.arrived = 0;
     ++meeting.generation;
-    machine.ready.insert(machine.ready.end(), meeting.waiting.begin(), meeting.waiting.end());
+    machine->ready.insert(machine->ready.end(), meeting.waiting.begin(), meeting.waiting.end());
     meeting.waiting.clear();
     return true;
   }
-  meeting.waiting.push_back(machine.current);
+  meeting.waiting.push_back(machine->current);
   to_scheduler();
   return false;
 }
 
 void give_up() {
-  for (auto& fiber : machine.all) fiber->fresh = true;
-  machine.idle.clear();
-  for (auto& fiber : machine.all) machine.idle.push_back(fiber.get());
-  machine.ready.clear();
+  for (auto& fiber : machine->all) fiber->fresh = true;
+  machine->idle.clear();
+  for (auto& fiber : machine->all) machine->idle.push_back(fiber.get());
+  machine->ready.clear();
 }
 
 void run_block() {
-  const unsigned threads = machine.launch->block;
-  machine.started = machine.finished = 0;
-  machine.barrier = Meeting();
-  machine.warps.assign(threads / kWarp, Warp());
-  while (machine.finished < threads && machine.error.empty()) {
+  const unsigned threads = machine->launch->block;
+  machine->started = machine->finished = 0;
+  machine->barrier = Meeting();
+  machine->warps.assign(threads / kWarp, Warp());
+  while (machine->finished < threads && machine->error.empty()) {
     Fiber* next = nullptr;
-    if (!machine.ready.empty()) {
-      next = machine.ready.front();
-      machine.ready.pop_front();
-    } else if (machine.started < threads) {
-      if (machine.idle.empty()) {
-        machine.all.push_back(std::make_unique<Fiber>());
-        machine.idle.push_back(machine.all.back().get());
+    if (!machine->ready.empty()) {
+      next = machine->ready.front();
+      machine->ready.pop_front();
+    } else if (machine->started < threads) {
+      if (machine->idle.empty()) {
+        machine->all.push_back(std::make_unique<Fiber>());
+        machine->idle.push_back(machine->all.back().get());
       }
-      next = machine.idle.back();
-      machine.idle.pop_back();
+      next = machine->idle.back();
+      machine->idle.pop_back();
     } else {
       unsigned shuffling = 0;
-      for (const Warp& warp : machine.warps) shuffling += warp.shuffle.arrived;
-      machine.error = "a barrier that not all threads reach: of " + std::to_string(threads) + " threads " +
-                      std::to_string(machine.barrier.arrived) + " wait at __syncthreads, " +
-                      std::to_string(shuffling) + " at a shuffle, " + std::to_string(machine.finished) + " have ended";
+      for (const Warp& warp : machine->warps) shuffling += warp.shuffle.arrived;
+      machine->error = "a barrier that not all threads reach: of " + std::to_string(threads) + " threads " +
+                      std::to_string(machine->barrier.arrived) + " wait at __syncthreads, " +
+                      std::to_string(shuffling) + " at a shuffle, " + std::to_string(machine->finished) + " have ended";
       break;
     }
     resume(next);
@@ -205,7 +265,7 @@ void run_block() {
 }  // namespace
 
 void fail(std::string&& message) {
-  machine.error = std::move(message);
+  machine->error = std::move(message);
   to_scheduler();
   std::abort();  // never resumed
 }
@@ -216,7 +276,7 @@ void misaligned(const void* address, size_t bytes) {
 }
 
 uint64_t shuffle_down(uint64_t value, unsigned delta) {
-  Warp& warp = machine.warps[threadIdx.x / kWarp];
+  Warp& warp = machine->warps[threadIdx.x / kWarp];
   const unsigned lane = threadIdx.x % kWarp;
   uint64_t* values = warp.values[warp.shuffle.generation & 1];
   values[lane] = value;
@@ -225,7 +285,7 @@ uint64_t shuffle_down(uint64_t value, unsigned delta) {
 }
 
 void* shared(const void* tag, size_t bytes) {
-  std::unique_ptr<SharedArray>& array = machine.shared[tag];
+  std::unique_ptr<SharedArray>& array = machine->shared[tag];
   if (!array) array = std::make_unique<SharedArray>(bytes);
   return array->memory;
 }
@@ -234,25 +294,26 @@ void run_blocks(const Launch& launch, uint64_t seed, unsigned sample) {
   gridDim.x = launch.grid;
   blockDim.x = launch.block;
   const Order of_blocks(launch.grid, seed), of_threads(launch.block, seed);
-  machine.launch = &launch;
-  machine.order = &of_threads;
-  std::string().swap(machine.error);  // so that `fail` has nothing to give in exchange
-  for (unsigned i = 0; i < launch.grid && machine.error.empty(); ++i) {
+  machine = &machine_of_thread;
+  machine->launch = &launch;
+  machine->order = &of_threads;
+  std::string().swap(machine->error);  // so that `fail` has nothing to give in exchange
+  for (unsigned i = 0; i < launch.grid && machine->error.empty(); ++i) {
     const unsigned block = unsigned(of_blocks[i]);
     if (block >= 64 && block + 64 < launch.grid && block % sample) continue;
     blockIdx.x = block;
     block_begins();
     run_block();
-    machine.shared.clear();
+    machine->shared.clear();
   }
-  if (machine.error.empty()) return;
+  if (machine->error.empty()) return;
   give_up();
-  throw KernelError(machine.error);
+  throw KernelError(machine->error);
 }
 
 }  // namespace cuda_emulation
 
 void __syncthreads() {
   using namespace cuda_emulation;
-  if (meet(machine.barrier, machine.launch->block)) block_barrier_passed();
+  if (meet(machine->barrier, machine->launch->block)) block_barrier_passed();
 }

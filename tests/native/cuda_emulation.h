@@ -17,7 +17,6 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __grid_constant__
 
 struct FakeIndex {
   unsigned x;
@@ -73,10 +72,10 @@ void launch(const std::type_info& kind, const Launch& launch);
 
 template <class P>
 void launch(void (*kernel)(P), unsigned grid, unsigned block, cudaStream_t stream,
-            const std::remove_const_t<P>& parameter) {
+            const std::remove_reference_t<P>& parameter) {
   struct Context {
     void (*kernel)(P);
-    const std::remove_const_t<P>* parameter;
+    const std::remove_reference_t<P>* parameter;
   } context{kernel, &parameter};
   const auto call = [](const void* c) {
     const auto* context = static_cast<const Context*>(c);
@@ -149,6 +148,7 @@ template <class V> inline void shared_store(V* to, V value) { cuda_emulation::st
     static_assert((shared_bytes) == 0, "no dynamic shared memory is emulated");  \
     cuda_emulation::launch((kernel), (grid), (block), (stream), __VA_ARGS__);      \
   } while (false)
+#define FA_PARAMETER(type) const type&
 #define FA_SHARED(type, name, count)  \
   static const char tag_of_##name = 0; \
   type(&name)[count] = *static_cast<type(*)[count]>(cuda_emulation::shared(&tag_of_##name, sizeof(type[count])))

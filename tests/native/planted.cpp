@@ -26,7 +26,7 @@ int64_t index_of_thread() { return int64_t(blockIdx.x) * kBlock + threadIdx.x; }
 
 // Every block's sum by shuffles and shared memory, as a reduction on a GPU is written.
 template <bool kBarrier>
-__global__ void __launch_bounds__(kBlock) block_sums(const __grid_constant__ Job job) {
+__global__ void __launch_bounds__(kBlock) block_sums(FA_PARAMETER(Job) job) {
   FA_SHARED(float, partial, kWarps);
   const int64_t i = index_of_thread();
   float sum = i < job.numel ? global_load(job.from + i) : 0.0f;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kBlock) block_sums(const __grid_constant__ Job
 
 // The elements of a block, reversed: shared memory that is used twice needs two barriers.
 template <bool kSecondBarrier>
-__global__ void reverse_twice(const __grid_constant__ Job job) {
+__global__ void reverse_twice(FA_PARAMETER(Job) job) {
   FA_SHARED(float, line, kBlock);
   const int64_t i = index_of_thread();
   float value = global_load(job.from + i);
@@ -54,41 +54,41 @@ __global__ void reverse_twice(const __grid_constant__ Job job) {
   global_store(job.to + i, value);
 }
 
-__global__ void copy_one_too_many(const __grid_constant__ Job job) {
+__global__ void copy_one_too_many(FA_PARAMETER(Job) job) {
   const int64_t i = index_of_thread();
   if (i <= job.numel) global_store(job.to + i, i < job.numel ? global_load(job.from + i) : 0.0f);
 }
 
-__global__ void shared_one_too_many(const __grid_constant__ Job job) {
+__global__ void shared_one_too_many(FA_PARAMETER(Job) job) {
   FA_SHARED(float, line, kBlock);
   shared_store(&line[threadIdx.x + 1], 1.0f);
   __syncthreads();
   global_store(job.to + index_of_thread(), shared_load(&line[threadIdx.x]));
 }
 
-__global__ void blocks_write_the_same(const __grid_constant__ Job job) { global_store(job.to + threadIdx.x, 1.0f); }
+__global__ void blocks_write_the_same(FA_PARAMETER(Job) job) { global_store(job.to + threadIdx.x, 1.0f); }
 
-__global__ void threads_write_the_same(const __grid_constant__ Job job) {
+__global__ void threads_write_the_same(FA_PARAMETER(Job) job) {
   global_store(job.to + index_of_thread() / 2, 1.0f);
 }
 
-__global__ void block_reads_its_neighbours(const __grid_constant__ Job job) {
+__global__ void block_reads_its_neighbours(FA_PARAMETER(Job) job) {
   const int64_t i = index_of_thread();
   global_store(job.to + i, i + kBlock < job.numel ? global_load(job.to + i + kBlock) : 0.0f);
 }
 
-__global__ void barrier_for_some(const __grid_constant__ Job job) {
+__global__ void barrier_for_some(FA_PARAMETER(Job) job) {
   if (threadIdx.x < 64) __syncthreads();
   global_store(job.to + index_of_thread(), 1.0f);
 }
 
-__global__ void shuffle_of_half_a_warp(const __grid_constant__ Job job) {
+__global__ void shuffle_of_half_a_warp(FA_PARAMETER(Job) job) {
   float value = float(threadIdx.x);
   if (threadIdx.x % 32 < 16) value = __shfl_down_sync(0xffffffffu, value, 1u);
   global_store(job.to + index_of_thread(), value);
 }
 
-__global__ void misaligned_pair(const __grid_constant__ Job job) {
+__global__ void misaligned_pair(FA_PARAMETER(Job) job) {
   struct Pair {
     float x, y;
   };
@@ -99,7 +99,7 @@ void expect(bool right, const char* what) {
   if (!right) throw std::logic_error(what);
 }
 
-using Kernel = void (*)(Job);
+using Kernel = void (*)(FA_PARAMETER(Job));
 
 // Runs the kernel on [0, numel) and, where it is known what comes out, compares.
 void run(Kernel kernel, int64_t numel, const std::function<float(int64_t)>& expected = nullptr) {

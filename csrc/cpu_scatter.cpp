@@ -1,11 +1,10 @@
-#include "scatter.h"
-
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cpu_pool.h"
+#include "kernels.h"
 
 namespace fa {
 namespace {
@@ -66,30 +65,31 @@ void with_type(DType dtype, F f) {
 
 }  // namespace
 
-void cpu_scatter_rows(void* accum, DType accum_dtype, int64_t rows, const int64_t* index, const void* grad,
-                      DType grad_dtype, int64_t tokens, int64_t width, int64_t skip, int threads) {
+// Throws std::out_of_range for a row that accum has not, before anything has changed.
+void CpuExecutor::scatter_rows(const ScatterJob& job) {
   std::vector<Place> places;
-  places.reserve(size_t(tokens));
-  for (int64_t t = 0; t < tokens; ++t) {
-    if (index[t] < 0 || index[t] >= rows) {
-      throw std::out_of_range("index " + std::to_string(index[t]) + " of token " + std::to_string(t) +
-                              " is outside the " + std::to_string(rows) + " rows");
+  places.reserve(size_t(job.tokens));
+  for (int64_t k = 0; k < job.tokens; ++k) {
+    const int64_t row = job.rows[k], token = job.order ? job.order[k] : k;
+    if (row < 0 || row >= job.row_count) {
+      throw std::out_of_range("index " + std::to_string(row) + " of token " + std::to_string(token) +
+                              " is outside the " + std::to_string(job.row_count) + " rows");
     }
-    if (index[t] != skip) places.push_back({index[t], t});
+    if (row != job.skip) places.push_back({row, token});
   }
   std::sort(places.begin(), places.end());
   std::vector<int64_t> starts{0};
   for (size_t i = 1; i < places.size(); ++i) {
     if (places[i].row != places[i - 1].row && int64_t(i) - starts.back() >= kTokens) starts.push_back(int64_t(i));
   }
-  if (places.empty() || width == 0) return;
+  if (places.empty() || job.width == 0) return;
   starts.push_back(int64_t(places.size()));
-  with_type(accum_dtype, [&](auto a) {
-    with_type(grad_dtype, [&](auto g) {
+  with_type(job.accum_dtype, [&](auto a) {
+    with_type(job.grad_dtype, [&](auto g) {
       using A = decltype(a);
       using G = decltype(g);
       using T = std::conditional_t<std::is_same_v<A, double>, double, float>;
-      run<T, A, G>(accum, grad, width, places, starts, threads);
+      run<T, A, G>(job.accum, job.grad, job.width, places, starts, threads_);
     });
   });
 }

@@ -1,0 +1,202 @@
+// What a table knows of its rows' tensors: all is read anew in every call, since anything may have been replaced.
+#include <utility>
+
+#include "table.h"
+
+namespace fa {
+namespace {
+
+// Attribute names, interned once.
+struct Names {
+  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+  PyObject* step = PyUnicode_InternFromString("step");
+  PyObject* exp_avg = PyUnicode_InternFromString("exp_avg");
+  PyObject* exp_avg_sq = PyUnicode_InternFromString("exp_avg_sq");
+  PyObject* max_exp_avg_sq = PyUnicode_InternFromString("max_exp_avg_sq");
+  PyObject* master = PyUnicode_InternFromString("master");
+};
+
+const Names& names() {
+  static const Names all;
+  return all;
+}
+
+bool is_true(const py::object& value) { return value.ptr() == Py_True; }
+
+// Makes `kept` the object `borrowed`; false when that is null or None.
+bool keep(py::object& kept, PyObject* borrowed) {
+  if (kept.ptr() != borrowed) kept = py::reinterpret_borrow<py::object>(borrowed);
+  return borrowed && borrowed != Py_None;
+}
+
+bool has_internal_overlap(const TensorInfo& t) {
+  for (int d = 0; d < t.ndim; ++d) {
+    if (t.strides[d] == 0 && t.sizes[d] > 1) return true;
+  }
+  return false;
+}
+
+// Whether a lazily negated tensor could look like t: torch makes those as views of every other element, so that one
+// with several elements cannot be row-major to the letter. Spares a call for every ordinary gradient.
+bool may_be_negated(const TensorInfo& t) {
+  int64_t expected = 1;
+  for (int d = t.ndim - 1; d >= 0; --d) {
+    if (t.strides[d] != expected) return true;
+    expected *= t.sizes[d];
+  }
+  return t.numel == 1;
+}
+
+// A parameter's state by name. Names in Python code are interned, and so are most keys: comparing pointers while going
+// through the few entries costs less than looking each up.
+struct StateItems {
+  PyObject *step = nullptr, *exp_avg = nullptr, *exp_avg_sq = nullptr, *max_exp_avg_sq = nullptr,
+           *master = nullptr;  // borrowed
+
+  explicit StateItems(PyObject* state) {
+    const std::pair<PyObject*, PyObject**> wanted[] = {{names().step, &step},
+                                                       {names().exp_avg, &exp_avg},
+                                                       {names().exp_avg_sq, &exp_avg_sq},
+                                                       {names().max_exp_avg_sq, &max_exp_avg_sq},
+                                                       {names().master, &master}};
+    Py_ssize_t position = 0, known = 0;
+    PyObject *key, *value;
+    while (PyDict_Next(state, &position, &key, &value)) {
+      for (const auto& [name, place] : wanted) {
+        if (key != name) continue;
+        *place = value;
+        ++known;
+        break;
+      }
+    }
+    if (known == PyDict_GET_SIZE(state)) return;
+    for (const auto& [name, place] : wanted) {
+      if (!*place) *place = PyDict_GetItemWithError(state, name);
+    }
+  }
+};
+
+// The state of each parameter, found without hashing where `state` lists parameters in the table's order.
+class StateWalk {
+ public:
+  explicit StateWalk(PyObject* state) : state_(state) { advance(); }
+
+  PyObject* find(PyObject* param) {  // borrowed; null when there is none
+    while (key_ && key_ != param) advance();
+    if (!key_) {
+      PyObject* own = PyDict_GetItemWithError(state_, param);
+      if (!own && PyErr_Occurred()) throw py::error_already_set();
+      return own;
+    }
+    PyObject* own = value_;
+    advance();
+    return own;
+  }
+
+ private:
+  void advance() {
+    if (!PyDict_Next(state_, &position_, &key_, &value_)) key_ = nullptr;
+  }
+
+  PyObject* state_;
+  PyObject* key_ = nullptr;
+  PyObject* value_ = nullptr;
+  Py_ssize_t position_ = 0;
+};
+
+}  // namespace
+
+bool Table::plain(PyObject* tensor) const {
+  for (const py::object& type : accepted_) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == type.ptr()) return true;
+  }
+  return false;
+}
+
+bool Table::readable(const py::object& tensor, TensorInfo& info) const {
+  return plain(tensor.ptr()) && read_tensor(tensor.ptr(), info) && info.place == place_ && info.dtype != DType::i16;
+}
+
+bool Table::readable_master(const Entry& e, TensorInfo& info) const {
+  const bool halves = precision_.weights == Weights::split;
+  return !(halves && e.p.dtype != DType::bf16) && plain(e.master.ptr()) && read_tensor(e.master.ptr(), info) &&
+         info.place == place_ && info.dtype == (halves ? DType::i16 : DType::f32);
+}
+
+bool Table::usable_gradient(const Entry& e) const {
+  if (is_true(checked(tensor_attributes().requires_grad.get(e.grad.ptr())))) return false;
+  if (!may_be_negated(e.g)) return true;
+  return !is_true(checked(PyObject_CallMethodNoArgs(e.grad.ptr(), names().is_neg)));
+}
+
+bool Table::collect_row(Entry& e, PyObject* accum, char& held, DType dtype_then, bool buffers, Py_ssize_t& found) {
+  if (!plain(e.param.ptr())) return false;
+  e.grad = checked(tensor_attributes().grad.get(e.param.ptr()));
+  e.aliased = false;
+  const bool has_grad = !e.grad.is_none();
+  if (!has_grad && held == kByGrad) held = 0;
+  if (!has_grad && !held) return true;
+  found += has_grad;
+  if (has_grad && !(readable(e.grad, e.g) && usable_gradient(e))) return false;
+  if (accum != e.accum.ptr()) {  // ours, and never moved: read once
+    e.accum = py::reinterpret_borrow<py::object>(accum);
+    if (accum != Py_None && !readable(e.accum, e.a)) return false;
+  }
+  if (has_grad) {
+    e.aliased = accum != Py_None && e.a.data && same_elements(e.g, e.a);
+    if (e.aliased) held = kByGrad;
+    else if (held == kByGrad) held = 0;
+  }
+  const bool has_accum = held != 0;
+  if (buffers && accum == Py_None) return false;
+  // A gradient like the parameter the buffer was made for: so is the parameter, and only a step reads it.
+  if (buffers && has_grad && e.g.dtype == dtype_then && same_sizes(e.g, e.a)) return true;
+  if (!readable(e.param, e.p) || has_internal_overlap(e.p)) return false;
+  if (has_grad && !same_sizes(e.g, e.p)) return false;
+  return !(has_accum || buffers) || (dtype_then == e.p.dtype && same_sizes(e.a, e.p));
+}
+
+std::pair<Py_ssize_t, Py_ssize_t> Table::collect(py::list accums, py::bytearray present, py::bytearray dtypes,
+                                                 bool buffers) {
+  progress_ = Progress::none;
+  Py_ssize_t found = 0;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const DType dtype_then = static_cast<DType>(bytes_of(dtypes)[i]);
+    PyObject* accum = PyList_GET_ITEM(accums.ptr(), Py_ssize_t(i));
+    if (!collect_row(entries_[i], accum, bytes_of(present)[i], dtype_then, buffers, found)) return {found, Py_ssize_t(i)};
+  }
+  return {found, kAllRight};
+}
+
+bool Table::read_state(Entry& e, PyObject* state, const Hyper& hyper) const {
+  if (!state || !PyDict_Check(state)) return false;
+  const StateItems items(state);
+  if (PyErr_Occurred()) throw py::error_already_set();
+  auto moment = [&](py::object& kept, TensorInfo& info, PyObject* tensor) {
+    if (!keep(kept, tensor)) return false;
+    return readable(kept, info) && same_sizes(info, e.p) && !has_internal_overlap(info);
+  };
+  if (!moment(e.exp_avg, e.m, items.exp_avg) || !moment(e.exp_avg_sq, e.v, items.exp_avg_sq)) return false;
+  if (hyper.amsgrad && !moment(e.max_exp_avg_sq, e.v_max, items.max_exp_avg_sq)) return false;
+  if (has_master(precision_.of(e.p.dtype))) {
+    if (!keep(e.master, items.master) || !readable_master(e, e.w) || !same_sizes(e.w, e.p) ||
+        has_internal_overlap(e.w)) {
+      return false;
+    }
+  }
+  TensorInfo step;
+  return keep(e.step, items.step) && readable(e.step, step) && read_step(e, step);
+}
+
+Py_ssize_t Table::prepare(py::dict state, const std::vector<Hyper>& hypers, py::bytearray present) {
+  StateWalk walk(state.ptr());
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    Entry& e = entries_[i];
+    e.steps = e.has_grad() || bytes_of(present)[i] != 0;
+    if (!e.steps) continue;
+    if (!read_state(e, walk.find(e.param.ptr()), hypers.at(size_t(e.group)))) return Py_ssize_t(i);
+  }
+  return kAllRight;
+}
+
+}  // namespace fa
