@@ -36,13 +36,17 @@ class Exclusive:
                 f"{call}() was called inside a backward pass (from a hook?), when gradients are not complete: "
                 "call it after backward() has returned"
             )
-        if (run.half_applied is not None or run.torn is not None) and call != "load_state_dict":
-            run.refuse_half_applied(call)
         if run.backward is not None and run.backward.stepping is not None and call != "scale_loss":
             raise RuntimeError(f"{call}() was called inside step_in_backward(); leave it first")
         holder = run.busy.setdefault("holder", self)
         if holder is not self:
             self._behind(holder)
+        if (run.half_applied is not None or run.torn is not None) and call != "load_state_dict":
+            try:
+                run.refuse_half_applied(call)
+            except RuntimeError:
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
