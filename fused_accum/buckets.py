@@ -223,7 +223,7 @@ class Bucket(Buffers):
         self._progress = TAKEN
 
     def _drop(self) -> None:
-        for p, g in zip(self.params, self.grads):
+        for p, g in zip(self.params, self.grads or ()):
             if g is not None:
                 p.grad = None
         self.release()

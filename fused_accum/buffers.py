@@ -13,8 +13,8 @@ from .state import PARAMETER_DTYPES, Options
 
 SLAB_BYTES = 64 << 20  # buffers are cut from flat allocations of at most this size (larger ones stand alone)
 ALIGNMENT = 64  # bytes: a cache line, so that no two threads write to one
-# How far the work on what ``collect`` found has come: enum Progress of csrc/table.h. Where an exception ends it WRITING,
-# what it has written is not known.
+# How far the work on what ``collect`` found has come, as enum Progress of csrc/table.h. Where an exception ends it
+# WRITING, what it has written is not known.
 NOTHING, WRITING, TAKEN, STEPPED = range(4)
 BY_GRAD = 2  # in `present`: the buffer's content is what p.grad, an alias of it, holds at this moment
 

@@ -280,22 +280,32 @@ def _abandon_window(
 ) -> str | None:
     """End the window without an update: a gradient is not finite, or there is nothing to divide by."""
     run = opt._run
-    run.torn = "zero_grad"
-    run.skipped_steps = skipped or run.skipped_steps
-    for bucket in buckets:
-        bucket.drop_gradients()
-        bucket.clear_aliases()
-    count = run.window.microbatches
-    _discard(opt)
-    if run.backward is not None:
-        run.backward.discarded()
-    run.torn = None
+    count, skipped = run.window.microbatches, skipped or run.skipped_steps
+    try:
+        _drop_window(opt, buckets, skipped)
+    except BaseException:
+        _drop_window(opt, buckets, skipped)
+        raise
     if found_inf:
         return None
     return (
         f"the weights of this window's {count} micro-batch(es) add up to 0: there is nothing to average, so "
         "no parameter was updated and the window is closed"
     )
+
+
+def _drop_window(opt: FusedAccumAdamW, buckets: list[Bucket], skipped: Count) -> None:
+    """All of it; as well after an exception in here."""
+    run = opt._run
+    run.torn = "zero_grad"
+    run.skipped_steps = skipped
+    for bucket in buckets:
+        bucket.drop_gradients()
+        bucket.clear_aliases()
+    _discard(opt)
+    if run.backward is not None:
+        run.backward.discarded()
+    run.torn = None
 
 
 def _refuse_factors(call: str, run: Runtime, scale: float, weight: float | None) -> None:

@@ -84,7 +84,7 @@ class StepInBackward:
                 p.grad = None
 
     def _undo(self) -> None:
-        """Nothing has been updated: the window is as before. (In p.grad: what of the last backward is in there, or was
+        """Nothing has been updated: the window is as before. (What of the last backward is in p.grad already, or was
         added directly, the session knows as unfinished.)"""
         session = self.session
         session.stepping = None
