@@ -138,8 +138,8 @@ def start(device):
 
 @pytest.mark.parametrize("case", CASES)
 def test_at_every_line(make, on, start, case):
-    """Saved or reset, repeated or gone on with: the result is right, then and in the window after it. (Of backends that
-    take many lines, at every seventh.)"""
+    """Saved or reset, repeated or gone on with: the result is right, then and in the window after it. (Backends
+    of many lines: at every seventh.)"""
     options, calls, interrupted, fresh = CASES[case]
     native = on[0] not in ("reference", "triton")  # others have kernels of Python, which may stop half way
     for stopped in interrupted:
