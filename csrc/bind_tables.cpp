@@ -30,7 +30,8 @@ void bind_tables(py::module_& m) {
       .def("step", &Table::step)
       .def("step_row", &Table::step_one)
       .def("drop_gradients", &Table::drop_gradients)
-      .def("release", &Table::release);
+      .def("release", &Table::release)
+      .def("progress", &Table::progress);
 
   m.def("accumulate_lists", &accumulate_lists);
   m.def("step_lists", &step_lists);

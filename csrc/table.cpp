@@ -70,16 +70,14 @@ bool Table::step_one(size_t row, py::list accums, py::bytearray present, py::byt
   if (!own && PyErr_Occurred()) throw py::error_already_set();
   if (!read_state(e, own, hyper)) return false;
   std::vector<Row> rows{step_row(e, hyper, held != 0, static_cast<DType>(accum_dtype), precision_)};
-  {
-    py::gil_scoped_release release;
-    executor.step(rows, hypers, 1.0, coefficient, false);
-  }
+  write([&] { executor.step(rows, hypers, 1.0, coefficient, false); });
   py::list left;
   count_versions(e, rows[0], left);
   if (left.size()) increment_version_(left);
   if (!stream.is_none() && e.has_grad()) record_stream(e, stream);
   if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
   e.grad = py::object();
+  progress_ = Progress::stepped;
   return true;
 }
 
@@ -127,17 +125,18 @@ std::vector<size_t> Table::sum_up(py::bytearray present, double scale, int accum
       measurements.push_back(measurement(e, accum_dtype, place(i)));
     }
   }
-  {
-    py::gil_scoped_release release;
-    if (!additions.empty()) executor.accumulate(additions, scale);
-    if (!measurements.empty()) executor.measure(measurements, scale);
-  }
+  if (!additions.empty()) write([&] { executor.accumulate(additions, scale); });
   for (size_t i : added) {
     Entry& e = entries_[i];
     bytes_of(known)[i] = places != nullptr;
     if (!stream.is_none()) record_stream(e, stream);
     if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
     e.grad = py::object();
+  }
+  if (!additions.empty()) progress_ = Progress::taken;
+  if (!measurements.empty()) {
+    py::gil_scoped_release release;
+    executor.measure(measurements, scale);
   }
   return taking_part;
 }
@@ -167,10 +166,7 @@ void Table::accumulate(py::bytearray present, double scale, Executor& executor, 
     const Entry& e = entries_[i];
     if (e.has_grad()) rows_.push_back(accumulation(e, bytes_of(present)[i] != 0, places ? places + i : nullptr));
   }
-  {
-    py::gil_scoped_release release;
-    executor.accumulate(rows_, scale);
-  }
+  write([&] { executor.accumulate(rows_, scale); });
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (!entries_[i].has_grad()) continue;
     bytes_of(present)[i] = 1;
@@ -200,10 +196,7 @@ void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int ac
                              precision_));
   }
   const bool one_by_one = parameters_overlap();
-  {
-    py::gil_scoped_release release;
-    executor.step(rows_, hypers, scale, coefficient, one_by_one);
-  }
+  write([&] { executor.step(rows_, hypers, scale, coefficient, one_by_one); });
   std::fill_n(bytes_of(present), entries_.size(), 0);
   py::list left;
   const Row* row = rows_.data();
@@ -213,6 +206,7 @@ void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int ac
   if (left.size()) increment_version_(left);
   record_gradients(stream);
   drop_gradients();
+  progress_ = Progress::stepped;
 }
 
 void Table::record_stream(const Entry& e, const py::object& stream) {
@@ -228,11 +222,13 @@ void Table::record_gradients(const py::object& stream) {
 }
 
 void Table::drop_gradients() {
+  if (progress_ == Progress::none) progress_ = Progress::writing;
   for (Entry& e : entries_) {
     if (!e.grad || e.grad.is_none()) continue;
     if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
   }
   release();
+  progress_ = Progress::taken;
 }
 
 void Table::release() {

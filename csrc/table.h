@@ -13,6 +13,9 @@
 
 namespace fa {
 
+// How far the work on what `collect` found last has come: as PROGRESS in fused_accum/buffers.py.
+enum class Progress { none, writing, taken, stepped };
+
 class Table {
  public:
   static constexpr Py_ssize_t kAllRight = -1;
@@ -72,7 +75,17 @@ class Table {
   void drop_gradients();
   void release();
 
+  // No exception of a signal handler comes between a change and this: both are native. An error of the executor does.
+  int progress() const { return static_cast<int>(progress_); }
+
  private:
+  template <class F>
+  void write(F launch) {
+    progress_ = Progress::writing;
+    py::gil_scoped_release release;
+    launch();
+  }
+
   bool collect_row(Entry& entry, PyObject* accum, char& held, DType dtype_then, bool buffers, Py_ssize_t& found);
   bool plain(PyObject* tensor) const;
   bool readable(const py::object& tensor, TensorInfo& info) const;
@@ -100,6 +113,7 @@ class Table {
   const Place place_;
   const Precision precision_;
   bool overlap_ = false;
+  Progress progress_ = Progress::none;
 };
 
 }  // namespace fa

@@ -144,6 +144,7 @@ bool Table::collect_row(Entry& e, PyObject* accum, char& held, DType dtype_then,
 
 std::pair<Py_ssize_t, Py_ssize_t> Table::collect(py::list accums, py::bytearray present, py::bytearray dtypes,
                                                  bool buffers) {
+  progress_ = Progress::none;
   Py_ssize_t found = 0;
   for (size_t i = 0; i < entries_.size(); ++i) {
     const DType dtype_then = static_cast<DType>(bytes_of(dtypes)[i]);

@@ -51,7 +51,7 @@ class BackwardModes:
             RuntimeError: explicit micro-batches are pending; a p.grad is in the place of a restored sum; this
                 optimizer, or another one with a parameter of this one, accumulates in backward already.
         """
-        with self._run.exclusive("accumulate_in_backward"):
+        with self._run.exclusive("accumulate_in_backward") as _held:
             return Handle(self._run.start_backward(self.param_groups))
 
     def direct_wgrad(self, model: nn.Module, *, check: bool = False) -> DirectHandle:
@@ -81,7 +81,7 @@ class BackwardModes:
                 f"direct_wgrad() got a {type(model).__name__} of whose parameters none is this optimizer's (a copy "
                 "of the model, or another one?); give it the model whose parameters() the optimizer was given"
             )
-        with self._run.exclusive("direct_wgrad"):
+        with self._run.exclusive("direct_wgrad") as _held:
             session = self._run.backward
             owns = session is None or not session.installed
             if owns:
@@ -115,7 +115,7 @@ class BackwardModes:
         Raises:
             RuntimeError: as ``accumulate_in_backward``; a parameter that is not contiguous.
         """
-        with self._run.exclusive("attach_main_grad"):
+        with self._run.exclusive("attach_main_grad") as _held:
             return Handle(self._run.start_backward(self.param_groups, kind=MainGrad))
 
     @one_graph_break
@@ -150,7 +150,7 @@ class BackwardModes:
         scale = number("scale", scale)
         weight = None if weight is None else number("weight", weight)
         refuse_extremes(scale, weight)
-        with self._run.exclusive("scale_loss"):
+        with self._run.exclusive("scale_loss") as _held:
             self._run.refuse_missing_hooks("scale_loss")
             if self._run.backward is None:
                 raise RuntimeError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from . import checks, norms
-from .buffers import BY_GRAD, Buffers
+from .buffers import BY_GRAD, NOTHING, STEPPED, TAKEN, WRITING, Buffers
 from .rows import Rows
 from .state import MASTER, PARAMETER_DTYPES, SPLIT, STATE, Hyper, Options, complete
 
@@ -53,9 +53,10 @@ class Bucket(Buffers):
         self.indices = list(indices)  # of the parameters in the optimizer
         self.known = bytearray(len(self.params))
         self.measured: list[int] = []
-        self.squares: Tensor = torch.zeros(0, dtype=torch.float64)
+        self.squares: Tensor = torch.zeros(0, dtype=torch.float64, device=device)
         self.grads: Sequence[Tensor | None] | dict[int, Tensor | None] | None = None
         self.hypers: Sequence[Hyper] = ()  # of the groups, for ``step_row``
+        self._progress = NOTHING
 
     # -- the way of a gradient ------------------------------------------------------------------------------
 
@@ -64,6 +65,7 @@ class Bucket(Buffers):
 
         Raises Stale, or what ``checks`` raises, with nothing changed but buffers made.
         """
+        self._progress = NOTHING
         self.grads = [p.grad for p in self.params]
         rows = [i for i, g in enumerate(self.grads) if g is not None]
         for i, g in enumerate(self.grads):
@@ -75,16 +77,22 @@ class Bucket(Buffers):
             self.allocate([i for i in rows if self.accums[i] is None])
         return len(rows)
 
+    def progress(self) -> int:
+        """How far ``accumulate``, ``drop_gradients``, ``sum_up`` or ``step`` have come since ``collect``."""
+        return self._progress
+
     def accumulate(self, scale: float | Tensor) -> None:
         """(1) for every collected gradient; sets those ``p.grad`` to None.
 
         scale: on backends that decide on the device also a 0-dim float64 there, where 0 adds nothing."""
         rows = [i for i, g in enumerate(self.grads) if g is not None]
         self.count(rows, scale)
+        self._progress = WRITING
         self.add(rows, scale)
         for i in rows:
             self.present[i] = 1
-        self.drop_gradients()
+        self._drop()
+        self._progress = TAKEN
 
     def prepare(self, state: dict, groups: Sequence[dict[str, Any]], hypers: Sequence[Hyper]) -> None:
         """Make the state that the collected rows lack and validate what they have; changes nothing else."""
@@ -109,9 +117,11 @@ class Bucket(Buffers):
         both = [i for i in rows if self.grads[i] is not None and self.present[i] == 1]
         if both:
             self.count(both, scale)
+            self._progress = WRITING
             self.add(both, scale)
             for i in both:
                 self.params[i].grad = self.grads[i] = None
+            self._progress = TAKEN
         self.measured = rows
         self.squares = self.measure(rows, [self.grads[i] for i in rows], scale)
 
@@ -167,11 +177,13 @@ class Bucket(Buffers):
         rows = self.contributing()
         table = self.rows(rows, state, hypers, scale, coefficient)
         table.factors, table.counts = factors, self.counted(rows)
-        self.backend.adamw(table)
         aliases = [g for g, present in zip(self.grads, self.present) if present == BY_GRAD]
+        self._progress = WRITING
+        self.backend.adamw(table)
         increment_version([*table.written(), *aliases])
-        self.drop_gradients()
         self.consumed(self.present)
+        self._drop()
+        self._progress = STEPPED
 
     def step_row(self, i: int, state: dict, groups: Sequence[dict[str, Any]], coefficient: float) -> None:
         """The whole way of one parameter's gradient: collect, prepare, (2) to (6), with ``self.hypers``."""
@@ -208,7 +220,12 @@ class Bucket(Buffers):
 
     def drop_gradients(self) -> None:
         """Set every collected ``p.grad`` to None."""
-        for p, g in zip(self.params, self.grads):
+        self._progress = WRITING
+        self._drop()
+        self._progress = TAKEN
+
+    def _drop(self) -> None:
+        for p, g in zip(self.params, self.grads or ()):
             if g is not None:
                 p.grad = None
         self.release()

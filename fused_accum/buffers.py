@@ -14,6 +14,9 @@ from .state import PARAMETER_DTYPES, Options
 
 SLAB_BYTES = 64 << 20  # buffers are cut from flat allocations of at most this size (larger ones stand alone)
 ALIGNMENT = 64  # bytes: a cache line, so that no two threads write to one
+# How far the work on what ``collect`` found has come, as enum Progress of csrc/table.h. Where an exception ends it
+# WRITING, what it has written is not known.
+NOTHING, WRITING, TAKEN, STEPPED = range(4)
 BY_GRAD = 2  # in `present`: the buffer's content is what p.grad, an alias of it, holds at this moment
 
 
@@ -86,10 +89,10 @@ class Buffers:
         for i in rows:
             p = self.params[i]
             dense = torch.empty_like(p, device="meta", memory_format=torch.preserve_format)
-            # .data: views of one tensor share a version counter, buffers must not
-            self.accums[i] = flat.as_strided(p.shape, dense.stride(), at).data
             self.dtypes[i] = PARAMETER_DTYPES.index(p.dtype)
             self.stale[i] = 1
+            # .data: views of one tensor share a version counter, buffers must not
+            self.accums[i] = flat.as_strided(p.shape, dense.stride(), at).data
             at += -(-p.numel() // unit) * unit
 
     # -- the window's content -------------------------------------------------------------------------------
@@ -105,7 +108,7 @@ class Buffers:
         return self.sent[key]
 
     def _send(self, numbers: Sequence[int], dtype: torch.dtype) -> Tensor:
-        host = torch.tensor(numbers, dtype=dtype, pin_memory=self.device.type == "cuda")
+        host = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
         return host.to(self.device, non_blocking=True)
 
     @torch.no_grad()

@@ -78,8 +78,7 @@ def state_dict(opt: FusedAccumAdamW) -> dict[str, Any]:
 
 
 def warn_mid_window_save(run: Runtime) -> None:
-    spoiled = run.backward is not None and run.backward.tasks.unfinished()
-    if run.window.microbatches and not spoiled and not run.warned_mid_window_save:
+    if run.window.microbatches and run.spoiled() is None and not run.warned_mid_window_save:
         run.warned_mid_window_save = True
         warnings.warn(
             f"state_dict() was taken in mid-window: it holds {run.window.microbatches} micro-batch(es) not yet "

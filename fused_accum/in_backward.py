@@ -111,13 +111,20 @@ class InBackward(WindowInGrad):
         run = self.run()
         if run is None or self.installed or any(p.grad is not None for p in self.params()):
             return
+        if run.backward is self:
+            run.window.clear()
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Be gone; a window that is open is the buffers' alone."""
+        self.installed = False
         for slot in self.slots.values():
             uninstall(slot)
         self.slots.clear()
         self.forsaken.detach()
+        run = self.run()
         if run.backward is self:
             run.backward = None
-            run.window.clear()
 
     # -- the buffer as p.grad -------------------------------------------------------------------------------
 

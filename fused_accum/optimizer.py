@@ -149,7 +149,7 @@ class FusedAccumAdamW(BackwardModes, LookingIn, ScalerSupport, torch.optim.AdamW
         """
         count = count_as_scale(scale, weight)
         scale, weight = pipeline.factors_of(self, scale, weight)
-        with self._run.exclusive("accumulate"):
+        with self._run.exclusive("accumulate") as _held:
             messages = pipeline.take_microbatch(self, scale, weight), self._run.window.once("count", count)
         for message in filter(None, messages):
             warnings.warn(message, UserWarning, stacklevel=3)
@@ -188,7 +188,7 @@ class FusedAccumAdamW(BackwardModes, LookingIn, ScalerSupport, torch.optim.AdamW
                 loss = closure()
         count = count_as_scale(scale, weight)
         scale, weight = pipeline.factors_of(self, scale, weight)
-        with self._run.exclusive("step"):
+        with self._run.exclusive("step") as _held:
             messages = pipeline.end_window(self, scale, weight), self._run.window.once("count", count)
         for message in filter(None, messages):
             warnings.warn(message, UserWarning, stacklevel=4)
@@ -203,12 +203,14 @@ class FusedAccumAdamW(BackwardModes, LookingIn, ScalerSupport, torch.optim.AdamW
 
         After an exception in a backward, ``discard_microbatch()`` keeps the window instead.
         """
-        with self._run.exclusive("zero_grad"):
+        with self._run.exclusive("zero_grad") as _held:
+            self._run.torn = "zero_grad"
             self._run.asked_with = None
             dropped = pipeline.discard_window(self)
             super().zero_grad(set_to_none)
             if self._run.backward is not None:
                 self._run.backward.discarded()
+            self._run.torn = None
         if dropped:
             warnings.warn(
                 f"zero_grad() dropped {dropped} accumulated micro-batch(es) that were not stepped; call it only "
@@ -223,15 +225,17 @@ class FusedAccumAdamW(BackwardModes, LookingIn, ScalerSupport, torch.optim.AdamW
 
         Raises RuntimeError while accumulating in backward, where ``p.grad`` is the window.
         """
-        with self._run.exclusive("discard_microbatch"):
+        with self._run.exclusive("discard_microbatch") as _held:
             if self._run.backward is not None:
                 raise RuntimeError(
                     "discard_microbatch() while accumulating in backward: p.grad holds the whole window, of which "
                     "one micro-batch cannot be taken out again; call zero_grad() and repeat the window"
                 )
+            self._run.torn = "discard_microbatch"
             for group in self.param_groups:
                 for p in group["params"]:
                     p.grad = None
+            self._run.torn = None
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
@@ -241,7 +245,7 @@ class FusedAccumAdamW(BackwardModes, LookingIn, ScalerSupport, torch.optim.AdamW
         With ``master_weights`` also ``state[i]["master"]``; with ``stochastic_rounding`` a group entry
         ``rounding_seed``. A run resumed from it continues bit-identically. Warns once in mid-window.
         """
-        with self._run.exclusive("state_dict"):
+        with self._run.exclusive("state_dict") as _held:
             result = checkpoint.state_dict(self)
         checkpoint.warn_mid_window_save(self._run)
         return result
@@ -264,11 +268,11 @@ class FusedAccumAdamW(BackwardModes, LookingIn, ScalerSupport, torch.optim.AdamW
             checkpoint_checks.saved_seed(self, incoming)
             run.incoming = incoming
 
-        with run.exclusive("load_state_dict"):
+        with run.exclusive("load_state_dict") as _held:
             handle = self.register_load_state_dict_pre_hook(remember)  # the last one sees what the others return
             try:
                 super().load_state_dict(state_dict)
-                run.half_applied = None
+                run.half_applied = run.torn = None
             finally:
                 handle.remove()
                 run.incoming = None

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from . import checks, norms, skipping, window
 from .buckets import Bucket
+from .buffers import STEPPED, TAKEN, WRITING
 from .norms import there
 from .nothing_left import NOTHING_THERE, nothing_left
+from .skipping import Count
 from .state import Hyper, complete
 
 if TYPE_CHECKING:
@@ -70,23 +72,60 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float |
         if not found:
             return None if run.window.open else run.window.once("nothing", NOTHING_THERE.format("accumulate()"))
         run.window.refuse_mixing(weight)
+        rejections = None
         if adds:
             taken = skipping.accepted(run, buckets, factor, weight)
             if taken is None:
+                take(run, buckets, None, run.window.with_one_rejected())
                 return None
-            factor, weight = taken
+            factor, weight, rejections = taken
         if not opt.state and adds:
             _begin_state(opt)
-        # Counted before the kernels run: an interrupt during them is raised right after, never between.
-        run.window.add(scale, weight)
-        for bucket in buckets:
-            if adds:
-                bucket.accumulate(there(factor, bucket.device))
-            else:
-                bucket.drop_gradients()
+        take(run, buckets, factor if adds else None, run.window.with_one_more(scale, weight, rejections))
         return None
     finally:
         _release(buckets)
+
+
+def take(run: Runtime, buckets: list[Bucket], factor: float | Tensor | None, books: tuple) -> None:
+    """Add what was collected to the buffers, or drop it (factor None), and write the books: both or neither, whatever
+    exception a signal handler raises. Where it ends a kernel of Python in the middle, ``run.torn`` stays."""
+    try:
+        run.torn = "accumulate"
+        _take(run, buckets, factor, books)
+    except BaseException:
+        progress = [bucket.progress() for bucket in buckets]
+        if WRITING not in progress:
+            if TAKEN in progress or any(bucket.counts is not None for bucket in buckets):
+                _take(run, [b for b, at in zip(buckets, progress) if at != TAKEN], factor, books)
+            else:
+                run.torn = None
+        raise
+
+
+def _take(run: Runtime, buckets: list[Bucket], factor: float | Tensor | None, books: tuple) -> None:
+    for bucket in buckets:
+        if factor is None:
+            bucket.drop_gradients()
+        else:
+            bucket.accumulate(there(factor, bucket.device))
+    run.window.write(books)
+    run.torn = None
+
+
+def _take_rest(opt: FusedAccumAdamW, buckets: list[Bucket], factor: float | Tensor, books: tuple) -> None:
+    """After an exception in a step that has added a part of its micro-batch to the buffers: add the rest."""
+    run = opt._run
+    progress = [bucket.progress() for bucket in buckets]
+    if WRITING in progress:
+        return
+    if TAKEN in progress or any(bucket.counts is not None for bucket in buckets):
+        buckets, _ = run.collect(opt.param_groups, buffers=True)
+        try:
+            _take(run, buckets, factor, books)
+        finally:
+            _release(buckets)
+    run.torn = None
 
 
 def _begin_state(opt: FusedAccumAdamW) -> None:
@@ -114,6 +153,7 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
         note = take_microbatch(opt, scale, weight)
         scale, weight = 1.0, None  # nothing is left that they would be of
     buckets, found = run.collect(opt.param_groups, buffers=False)
+    factor, books = 1.0, None
     try:
         adds = run.backward is None and found > 0
         if adds:
@@ -127,10 +167,12 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
         if adds and not found_inf:
             taken = skipping.accepted(run, buckets, factor, weight, None if factors is None else factors.skip)
             if taken is None:
+                take(run, buckets, None, run.window.with_one_rejected())
                 buckets, found = run.collect(opt.param_groups, buffers=False)
                 adds = False
             else:
-                factor, weight = taken
+                factor, weight, rejections = taken
+                books = run.window.with_one_more(scale, weight, rejections)
         total = run.window.total_weight(weight if found else None)
         if isinstance(total, Tensor) and not _divides_on_device(opt, buckets):
             total = float(total)
@@ -141,31 +183,69 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
         before = _without_state(opt) if run.options.skip_nonfinite == "step" else []
         for bucket in buckets:
             bucket.prepare(opt.state, opt.param_groups, hypers)
-        if adds:
-            run.window.add(scale, weight)
         if isinstance(total, Tensor):
             divided = norms.divided_by(total)
             factors = divided if factors is None else divided.and_(factors)
         elif total is not None:
             coefficient = 1.0 / total * coefficient
+        skipped = run.skipped_steps
         if run.options.measures:
+            if books is not None:
+                run.torn = "step"
             for bucket in buckets:
                 bucket.sum_up(there(factor, bucket.device))
-            coefficient, factors = skipping.judge(run, buckets, coefficient, factors)
+            coefficient, factors, skipped = skipping.judge(run, buckets, coefficient, factors)
             if coefficient is None:
                 for p in before:
                     opt.state.pop(p, None)
-                return _abandon_window(opt, buckets, True)
-        message = run.window.close()
-        for bucket in buckets:
-            bucket.step(
-                opt.state, hypers, there(factor, bucket.device), coefficient, factors and factors.on(bucket.device)
-            )
-        if run.backward is not None:
-            run.backward.stepped()
+                return _abandon_window(opt, buckets, True, skipped)
+        message = _update(opt, buckets, books, skipped, (hypers, factor, coefficient, factors))
         return note or message
+    except BaseException:
+        if run.torn == "step" and run.half_applied is None:
+            _take_rest(opt, buckets, factor, books)
+        raise
     finally:
         _release(buckets)
+
+
+def _update(
+    opt: FusedAccumAdamW, buckets: list[Bucket], books: tuple | None, skipped: Count, step: tuple
+) -> str | None:
+    """Step and write the books, both or neither, as ``take`` does; what to warn of."""
+    run = opt._run
+    try:
+        run.half_applied = "an exception in the middle of step()"
+        return _step(opt, buckets, books, skipped, *step)
+    except BaseException:
+        progress = [bucket.progress() for bucket in buckets]
+        if WRITING not in progress:
+            if STEPPED in progress:
+                for bucket, at in zip(buckets, progress):
+                    if at == STEPPED:
+                        bucket.consumed(bucket.present)
+                _step(opt, [b for b, at in zip(buckets, progress) if at != STEPPED], books, skipped, *step)
+            else:
+                run.half_applied = None
+        raise
+
+
+def _step(
+    opt: FusedAccumAdamW, buckets: list[Bucket], books: tuple | None, skipped: Count,
+    hypers: list[Hyper], factor: float | Tensor, coefficient: float, factors: norms.Factors | None,
+) -> str | None:  # fmt: skip
+    run = opt._run
+    for bucket in buckets:
+        there_too = factors and factors.on(bucket.device)
+        bucket.step(opt.state, hypers, there(factor, bucket.device), coefficient, there_too)
+    if books is not None:
+        run.window.write(books)
+    run.skipped_steps = skipped
+    message = run.window.close()
+    if run.backward is not None:
+        run.backward.stepped()
+    run.torn = run.half_applied = None
+    return message
 
 
 def discard_window(opt: FusedAccumAdamW) -> int:
@@ -195,22 +275,37 @@ def _without_state(opt: FusedAccumAdamW) -> list[Tensor]:
     return [p for group in opt.param_groups for p in group["params"] if not opt.state.get(p)]
 
 
-def _abandon_window(opt: FusedAccumAdamW, buckets: list[Bucket], found_inf: bool) -> str | None:
+def _abandon_window(
+    opt: FusedAccumAdamW, buckets: list[Bucket], found_inf: bool, skipped: Count | None = None
+) -> str | None:
     """End the window without an update: a gradient is not finite, or there is nothing to divide by."""
     run = opt._run
-    for bucket in buckets:
-        bucket.drop_gradients()
-        bucket.clear_aliases()
-    count = run.window.microbatches
-    _discard(opt)
-    if run.backward is not None:
-        run.backward.discarded()
+    count, skipped = run.window.microbatches, skipped or run.skipped_steps
+    try:
+        _drop_window(opt, buckets, skipped)
+    except BaseException:
+        _drop_window(opt, buckets, skipped)
+        raise
     if found_inf:
         return None
     return (
         f"the weights of this window's {count} micro-batch(es) add up to 0: there is nothing to average, so "
         "no parameter was updated and the window is closed"
     )
+
+
+def _drop_window(opt: FusedAccumAdamW, buckets: list[Bucket], skipped: Count) -> None:
+    """All of it; as well after an exception in here."""
+    run = opt._run
+    run.torn = "zero_grad"
+    run.skipped_steps = skipped
+    for bucket in buckets:
+        bucket.drop_gradients()
+        bucket.clear_aliases()
+    _discard(opt)
+    if run.backward is not None:
+        run.backward.discarded()
+    run.torn = None
 
 
 def _refuse_factors(call: str, run: Runtime, scale: float, weight: float | None) -> None:
@@ -234,7 +329,7 @@ def _amp_tensors(opt: FusedAccumAdamW) -> tuple[Any, Any] | None:
     run = opt._run
     if run.stepped_in_backward:
         del opt.found_inf, opt.grad_scale
-        run.half_applied = "GradScaler's scaled gradients were used as they were"
+        run.half_applied = "an exception inside step_in_backward() (GradScaler's gradients were used scaled)"
         raise RuntimeError(
             "GradScaler.step() after step_in_backward(): the update is done, with gradients that the scaler could "
             "neither inspect nor unscale; use step() with a scaler, or bfloat16 autocast, which needs none. "

@@ -6,7 +6,6 @@ there must be mutated in place here.
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -43,7 +42,8 @@ class Runtime:
         self.warned_mid_window_save = False
         self.backward: InBackward | None = None  # p.grad, not the buckets, says what the open window holds
         self.hooks_missing = False  # a copy of an optimizer that accumulated in backward
-        self.half_applied: str | None = None  # what stopped a step in the middle
+        self.half_applied: str | None = None  # what has stopped a step in the middle; load_state_dict() helps
+        self.torn: str | None = None  # the call that has the window in hand, or has left it so; zero_grad() helps
         self.stepped_in_backward = False  # the last window, and no backward since
         self.norms: Norms | None = None  # of the last step that needed them
         self.idle_steps = 0  # in a row, which found nothing
@@ -53,15 +53,11 @@ class Runtime:
         self._where: dict[int, tuple[Bucket, int]] = {}
         self._members: list[list[Tensor]] = []  # of every group
         self._buckets: list[Bucket] = []
-        self.busy = threading.Lock()
-        self.checkpointing_thread: int | None = None
+        self.busy: dict[str, Exclusive] = {}  # the running call, as "holder"
 
     def exclusive(self, call: str) -> Exclusive:
-        """One call at a time, and none that takes gradients from inside a backward.
-
-        Hooks of ``state_dict`` and ``load_state_dict`` run within them and may call the optimizer. Between windows
-        these two compute nothing, so that they are torch's in a FakeTensorMode too.
-        """
+        """``with run.exclusive(call) as _held``: see Exclusive. Between windows saving and loading compute nothing, so
+        that they are torch's in a FakeTensorMode too."""
         if self.window.microbatches or call not in ("state_dict", "load_state_dict"):
             checks.refuse_fake_mode(call)
         return Exclusive(self, call)
@@ -69,8 +65,14 @@ class Runtime:
     def refuse_half_applied(self, call: str) -> None:
         if self.half_applied is not None:
             raise RuntimeError(
-                f"{call}: an exception inside step_in_backward() ({self.half_applied}) left some parameters updated "
-                "and others not; load a checkpoint into the model and, with load_state_dict(), into the optimizer"
+                f"{call}: {self.half_applied} left some parameters updated and others not; load a checkpoint into "
+                "the model and, with load_state_dict(), into the optimizer"
+            )
+        again = call == self.torn == "discard_microbatch"
+        if self.torn is not None and call not in ("zero_grad", "state_dict") and not again:
+            raise RuntimeError(
+                f"{call}: an exception in the middle of {self.torn}() left the open window incomplete; call "
+                "zero_grad() to drop it, then repeat its micro-batches"
             )
 
     def reseed(self, rounding_seed: int) -> None:
@@ -204,9 +206,9 @@ class Runtime:
                 UserWarning,
                 stacklevel=5,
             )
-        self._members = [list(group["params"]) for group in groups]
-        self._buckets = fresh
         self._where = {id(p): (bucket, row) for bucket in fresh for row, p in enumerate(bucket.params)}
+        self._buckets = fresh
+        self._members = [list(group["params"]) for group in groups]  # last: if all of it was done
 
     def choose(self, device: torch.device) -> tuple[backends.Backend, str]:
         if device.type == "meta":  # a gradient there is refused; the parameter may be materialized before it has one
@@ -258,15 +260,22 @@ class Runtime:
         """Whether a window is open, of whole micro-batches; warns when a failed backward has spoiled it."""
         if self.backward is not None:
             self.backward.settle()
-            if self.backward.tasks.unfinished():
-                warnings.warn(
-                    "a backward did not finish, so p.grad holds part of a micro-batch; the open window is left out "
-                    "of what is saved (zero_grad() drops it)",
-                    UserWarning,
-                    stacklevel=4,
-                )
-                return False
-        return self.window.microbatches > 0
+        spoiled = self.spoiled()
+        if spoiled is not None:
+            warnings.warn(
+                f"{spoiled}; the open window is left out of what is saved (zero_grad() drops it)",
+                UserWarning,
+                stacklevel=4,
+            )
+        return spoiled is None and self.window.microbatches > 0
+
+    def spoiled(self) -> str | None:
+        """Why the open window holds a part of a micro-batch, if it does."""
+        if self.torn is not None:
+            return f"an exception in the middle of {self.torn}() left the window incomplete"
+        if self.backward is not None and self.backward.tasks.unfinished():
+            return "a backward did not finish, so p.grad holds part of a micro-batch"
+        return None
 
     def discard(self) -> None:
         """Drop the open window: its counts and its sums."""

@@ -6,6 +6,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ def run(
     random = torch.Generator().manual_seed(0)
 
     def tensor(shape: tuple[int, ...]) -> Tensor:
-        values = torch.randn(shape, generator=random).to(device, dtype)
+        values = torch.randn(shape, generator=random, device="cpu").to(device, dtype)
         return values.t().contiguous().t() if shape == (64, 32) else values
 
     params = [torch.nn.Parameter(tensor(shape)) for shape in SHAPES]
@@ -125,11 +126,12 @@ def run(
 def scattered(backend: str, device: torch.device) -> list[Tensor]:
     """Buffers to which an embedding's gradient was added, in rows of 128 bits and odd ones."""
     random = torch.Generator().manual_seed(0)
+    on_cpu = partial(torch.randn, generator=random, device="cpu")
     left = []
     for dtype, width in itertools.product(DTYPES, (64, 33)):
-        total = torch.randn(20, width, generator=random).to(device, torch.promote_types(dtype, torch.float32))
-        index = torch.randint(20, (100,), generator=random).to(device)
-        grad = torch.randn(100, width, generator=random).to(device, dtype)
+        total = on_cpu(20, width).to(device, torch.promote_types(dtype, torch.float32))
+        index = torch.randint(20, (100,), generator=random, device="cpu").to(device)
+        grad = on_cpu(100, width).to(device, dtype)
         backends.registry()[backend].scatter_rows(total, index, grad, 3)
         left.append(total)
     return left

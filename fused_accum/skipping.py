@@ -78,33 +78,30 @@ def accepted(
     factor: float | Tensor,
     weight: float | Tensor | None,
     dropped: Tensor | None = None,
-) -> tuple[float | Tensor, float | Tensor | None] | None:
-    """Factor and weight of the collected micro-batch, of which nothing has been added: 0 on the device where that
-    rejects it; None where the host does, and its gradients are gone then.
+) -> tuple[float | Tensor, float | Tensor | None, Count] | None:
+    """Factor and weight of the collected micro-batch, of which nothing has been added, 0 on the device where that
+    rejects it, and how many then were rejected; None where the host rejects it.
 
     dropped: on the device, not 0 where the whole window is dropped anyway, which is no rejection.
     """
+    window = run.window
     if run.options.skip_nonfinite != "microbatch":
-        return factor, weight
+        return factor, weight, window.rejections
     for bucket in buckets:
         bucket.measure_gradients(norms.there(factor, bucket.device))
     found = norms.Norms(buckets, 1.0)
-    window = run.window
     if on_host(run, buckets):
         if found.nonfinite() is None:
-            return factor, weight
+            return factor, weight, window.rejections
         run.offender = found
-        window.rejections = window.rejections.one_more()
-        for bucket in buckets:
-            bucket.drop_gradients()
         return None
     passes = found.finite()
     if dropped is not None:
         passes = passes | (dropped != 0).to(passes.device)
     passes = passes.to(buckets[0].device, non_blocking=True)
     run.offender = Offender(buckets, passes, run.offender)
-    window.rejections = window.rejections.judge(passes)
-    return where(passes, factor), None if weight is None else where(passes, weight)
+    weight = None if weight is None else where(passes, weight)
+    return where(passes, factor), weight, window.rejections.judge(passes)
 
 
 def where(passes: Tensor, number: float | Tensor) -> Tensor:
@@ -116,11 +113,12 @@ def where(passes: Tensor, number: float | Tensor) -> Tensor:
 
 def judge(
     run: Runtime, buckets: Sequence[Bucket], coefficient: float, known: norms.Factors | None
-) -> tuple[float | None, norms.Factors | None]:
-    """The clipped coefficient of a step (None: skip it), and what of it only the device knows; ``known``: as yet."""
-    options = run.options
+) -> tuple[float | None, norms.Factors | None, Count]:
+    """The clipped coefficient of a step (None: skip it), what of it only the device knows (``known``: as yet), and
+    how many steps then were skipped."""
+    options, skipped = run.options, run.skipped_steps
     if not any(bucket.measured for bucket in buckets):
-        return coefficient, known
+        return coefficient, known, skipped
     whole = coefficient if known is None or known.clip is None else coefficient * known.clip
     run.norms = found = norms.Norms(buckets, whole)
     skips = options.skip_nonfinite == "step"
@@ -130,14 +128,13 @@ def judge(
             passes = factors.skip == 0
             if known is not None and known.skip is not None:
                 passes = passes | (known.skip != 0).to(passes.device)
-            run.skipped_steps = run.skipped_steps.judge(passes)
+            skipped = skipped.judge(passes)
             run.offender = Offender(buckets, passes, run.offender)
-        return coefficient, factors if known is None else factors.and_(known)
+        return coefficient, factors if known is None else factors.and_(known), skipped
     norm = found.on_host()
     if skips and not math.isfinite(norm):
-        run.skipped_steps = run.skipped_steps.one_more()
         run.offender = found
-        return None, None
+        return None, None, skipped.one_more()
     if options.max_grad_norm is None:
-        return coefficient, known
-    return coefficient * norms.clip_coefficient(norm, options.max_grad_norm), known
+        return coefficient, known, skipped
+    return coefficient * norms.clip_coefficient(norm, options.max_grad_norm), known, skipped

@@ -247,13 +247,15 @@ STATE = (
 
 
 def complete(state: dict[str, Any], p: Tensor, group: dict[str, Any], options: Options) -> None:
-    """Add to ``state`` what an update of ``p`` needs and ``state`` lacks; mutates ``state`` only."""
+    """Add to ``state`` what an update of ``p`` needs and ``state`` lacks, all or nothing; mutates ``state`` only."""
+    new = {}
     with torch.inference_mode(False), torch.no_grad():
         step = state.get("step")
         if not isinstance(step, Tensor):
-            state["step"] = new_step() if step is None else torch.full_like(new_step(), float(step))
+            new["step"] = new_step() if step is None else torch.full_like(new_step(), float(step))
         elif step.dtype not in STEP_DTYPES:  # an integer, or of a state_dict cast as a whole
-            state["step"] = step.to(torch.float32)
+            new["step"] = step.to(torch.float32)
         for spec in STATE:
             if spec.name not in state and spec.wanted(p, group, options):
-                state[spec.name] = spec.new(p, options)
+                new[spec.name] = spec.new(p, options)
+    state.update(new)

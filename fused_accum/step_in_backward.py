@@ -19,6 +19,7 @@ from .in_backward import InBackward, Slot
 from .state import Hyper
 
 if TYPE_CHECKING:
+    from .buckets import Bucket
     from .optimizer import FusedAccumAdamW
 
 REENTRANT = (
@@ -37,11 +38,13 @@ class StepInBackward:
         self.weight: float | Tensor | None = None  # of this micro-batch, when the first parameter was updated
         self.coefficient: float | None = None  # None: nothing to divide by, so no update
         self.done: set[int] = set()
+        self.updated = False  # a parameter, if only in part
+        self.taken: list[tuple[Bucket, int]] = []  # rows whose p.grad was the buffer
 
     @one_graph_break
     def __enter__(self) -> None:
         run = self.run
-        with run.exclusive("step_in_backward"):
+        with run.exclusive("step_in_backward") as _held:
             run.refuse_missing_hooks("step_in_backward")
             for name in ("max_grad_norm", "skip_nonfinite"):
                 if (value := getattr(run.options, name)) is not None:
@@ -64,24 +67,48 @@ class StepInBackward:
                 for bucket in buckets:
                     bucket.release()
             session = run.backward or run.start_backward(self.opt.param_groups, explicit=True)
-            for bucket in buckets:
-                bucket.hypers = hypers
-                for p, present in zip(bucket.params, bucket.present):
-                    if present == BY_GRAD:
-                        p.grad = None
-                bucket.present[:] = bucket.present.replace(bytes([BY_GRAD]), b"\x01")
             self.session, self.temporary = session, not installed
-            session.stepping = self
-            session.watch(None)
+            try:
+                session.stepping = self
+                session.watch(None)
+                for bucket in buckets:
+                    bucket.hypers = hypers
+                    self._take_from_grad(bucket)
+            except BaseException:
+                self._undo()
+                raise
+
+    def _take_from_grad(self, bucket: Bucket) -> None:
+        for row, (p, present) in enumerate(zip(bucket.params, bucket.present)):
+            if present == BY_GRAD:
+                self.taken.append((bucket, row))
+                bucket.present[row] = 1
+                p.grad = None
+
+    def _undo(self) -> None:
+        """Nothing has been updated: the window is as before. (What of the last backward is in p.grad already, or was
+        added directly, the session knows as unfinished.)"""
+        session = self.session
+        session.stepping = None
+        session.watch(None)
+        for bucket, row in self.taken:
+            slot = session.slots[id(bucket.params[row])]
+            session.expose(slot, bucket, row, again=True)
+            bucket.present[row] = 0
+        if self.temporary:
+            session.withdraw()
 
     @one_graph_break
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        if error is not None and not self.updated:
+            self._undo()
+            return
         self.session.stepping = None
         self.session.watch(None)
         if error is not None:
-            self.run.half_applied = f"{kind.__name__}: {error}"
+            self.run.half_applied = f"an exception inside step_in_backward() ({kind.__name__}: {error})"
         else:
             self.session.finishing = True
             try:
@@ -113,6 +140,7 @@ class StepInBackward:
         streams.after(slot.stream, p.device)
         bucket, row = self.run.find(p)
         if self.coefficient is not None and (p.grad is not None or bucket.present[row]):
+            self.updated = True
             bucket.step_row(row, self.opt.state, self.opt.param_groups, self.coefficient)
 
     def _begin(self, task: Task) -> None:

@@ -178,34 +178,49 @@ class Window:
                 "window with step() or zero_grad() first"
             )
 
+    def with_one_more(
+        self, scale: float | Tensor, weight: float | Tensor | None, rejections: Count | None = None
+    ) -> tuple:
+        """What ``write`` makes of these books one micro-batch later; call ``refuse_mixing`` first."""
+        rejections = rejections or self.rejections
+        count, scale_sum, scaled = self.microbatches + 1, self.scale_sum, self.scaled
+        if weight is not None:
+            last, usual, earlier = self.last, self.usual, self.earlier
+            return rejections, count, True, self.weight + weight, scale_sum, scaled, last, usual, earlier
+        if not isinstance(scale, Tensor):  # else the host does not know how the sums compare
+            scale_sum, scaled = scale_sum + scale, scaled + 1
+        return rejections, count, self.weighted, self.weight, scale_sum, scaled, *self._remembering(scale)
+
+    def with_one_rejected(self) -> tuple:
+        """The same where the host has rejected it."""
+        return (
+            self.rejections.one_more(), self.microbatches, self.weighted, self.weight, self.scale_sum, self.scaled,
+            self.last, self.usual, self.earlier,
+        )  # fmt: skip
+
+    def write(self, books: tuple) -> None:
+        """The same, however often it is done: an interrupt may have come in between."""
+        (
+            self.rejections, self.microbatches, self.weighted, self.weight, self.scale_sum, self.scaled,
+            self.last, self.usual, self.earlier,
+        ) = books  # fmt: skip
+
     def add(self, scale: float | Tensor, weight: float | Tensor | None) -> None:
         """Count one micro-batch; call ``refuse_mixing`` first."""
-        self.microbatches += 1
-        if weight is not None:
-            self.weighted = True
-            self.weight = self.weight + weight
-            return
-        self._remember(scale)
-        if not isinstance(scale, Tensor):  # else the host does not know how the sums compare
-            self.scale_sum += scale
-            self.scaled += 1
+        self.write(self.with_one_more(scale, weight))
 
     def count(self) -> None:
         """Count one micro-batch that came with its scale, if any, already in its gradient."""
         self.microbatches += 1
-        self._remember(1.0)
+        self.last, self.usual, self.earlier = self._remembering(1.0)
 
-    def _remember(self, scale: float | Tensor) -> None:
+    def _remembering(self, scale: float | Tensor) -> tuple[float | None, float | None, int]:
+        """``last``, ``usual`` and ``earlier`` after one more."""
         scale = math.nan if isinstance(scale, Tensor) else scale  # which is equal to none
-        if scale == 0:
-            return
-        if self.last is not None:
-            if self.earlier == 0:
-                self.usual = self.last
-            elif self.usual != self.last:
-                self.usual = None
-            self.earlier += 1
-        self.last = scale
+        if scale == 0 or self.last is None:
+            return (self.last if scale == 0 else scale), self.usual, self.earlier
+        usual = self.last if self.earlier == 0 or self.usual == self.last else None
+        return scale, usual, self.earlier + 1
 
     def _forgotten(self) -> str | None:
         """What to warn of where the last micro-batch alone has no scale. Two of them may well have their own, but

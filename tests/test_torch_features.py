@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from harness import params_of
+from harness import assert_same_run, copies, micro_batches, parameters, params_of, run_window
 from layers import tokens
 from oracle import same_bits
 from torch import nn
@@ -257,3 +257,23 @@ def test_a_capture_needs_capturable(monkeypatch, flags, capturing):
             checks.check_capture(groups)
     else:
         checks.check_capture(groups)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_grad_norm": 0.1}, {"skip_nonfinite": "step"}, {"skip_nonfinite": "microbatch"}],
+    ids=lambda options: "".join(map(str, options.values())) or "plain",
+)
+def test_a_default_device_other_than_the_parameters(make, device, options):
+    """``with torch.device(...)`` is where new tensors go that name no device: ours all name one."""
+    params = parameters((65,), (13, 17), (3,), device=device)
+    there, usual = (make(own, lr=0.5, **options) for own in (copies(params), copies(params)))
+    windows = [micro_batches(params, [(0.5, 2.0), (1.0, 3.0)], absent={(k, 1), (0, 2)}) for k in range(2)]
+    windows[0][0].grads[0][5] = float("inf") if "skip_nonfinite" in options else 1.0
+    for window in windows:
+        with torch.device("meta"):
+            run_window(there, window)
+        run_window(usual, window)
+        assert there.nonfinite_parameter == usual.nonfinite_parameter
+        assert there.grad_norm == usual.grad_norm
+    assert_same_run(there, usual)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from .. import _native, checks, norms
 from ..buckets import Bucket
@@ -51,7 +50,8 @@ class NativeBucket(Bucket):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.table = _C.Table(
-            self.params, self.groups, increment_version, place_of(self.device), self.indices, self.options.weights,
+            self.params, self.groups, torch._C._increment_version, place_of(self.device), self.indices,
+            self.options.weights,
             self.options.rounding_seed,
         )  # fmt: skip
         self.table.accept(torch.Tensor)
@@ -59,6 +59,9 @@ class NativeBucket(Bucket):
         with torch._C.DisableTorchFunctionSubclass():  # which an uninitialized parameter has refuse it
             self.inference = any(p.is_inference() for p in self.params)
         self.all_squares = self.new_squares() if self.options.measures else None
+
+    def progress(self) -> int:
+        return self.table.progress()
 
     def collect(self, buffers: bool) -> int:
         if self.inference:

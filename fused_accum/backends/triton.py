@@ -233,7 +233,7 @@ class Triton(Backend):
         """A copy of ``t[places]``, without waiting for the device."""
 
         def make() -> Tensor:
-            return upload(torch.tensor(places, dtype=torch.int64), t.device)
+            return upload(torch.tensor(places, dtype=torch.int64, device="cpu"), t.device)
 
         return t.index_select(0, self.places.get((*places, t.device, current_stream(t.device)), make))
 
@@ -255,7 +255,7 @@ class Triton(Backend):
             return torch.stack((scale, (scale == 0).double())).to(wide)
 
         def make() -> Tensor:
-            return upload(torch.tensor([scale, 0.0], dtype=torch.float64).to(wide), device)
+            return upload(torch.tensor([scale, 0.0], dtype=torch.float64, device="cpu").to(wide), device)
 
         return self.scales.get((scale, wide, device, current_stream(device)), make)
 

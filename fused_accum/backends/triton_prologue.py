@@ -80,7 +80,7 @@ class Prologue:
         content, known = table_of(rows), known_numbers(rows)
         table = self.tables.get((content, *where), lambda: device_table(content, device))
         numbers = self.numbers.get(
-            (*known, *where), lambda: upload(torch.tensor(known, dtype=torch.float64), device)
+            (*known, *where), lambda: upload(torch.tensor(known, dtype=torch.float64, device="cpu"), device)
         )
         numbers = with_what_the_device_knows(numbers, rows)
         count = len(rows.params)

@@ -44,5 +44,5 @@ def device_table(content: bytes, device: torch.device) -> Tensor:
 def block_map(counts: Sequence[int], device: torch.device) -> Tensor:
     """The row of every program, made on the device: for large models it is megabytes."""
     rows = torch.arange(len(counts), dtype=torch.int32, device=device)
-    repeats = upload(torch.tensor(counts), device)
+    repeats = upload(torch.tensor(counts, device="cpu"), device)
     return rows.repeat_interleave(repeats, output_size=sum(counts))
