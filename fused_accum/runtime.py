@@ -56,8 +56,8 @@ class Runtime:
         self.busy: dict[str, Exclusive] = {}  # the running call, as "holder"
 
     def exclusive(self, call: str) -> Exclusive:
-        """``with run.exclusive(call) as _held``: see Exclusive. Between windows saving and loading compute nothing, so
-        that they are torch's in a FakeTensorMode too."""
+        """``with run.exclusive(call) as _held``: see Exclusive. Between windows saving and loading compute nothing,
+        so that they are torch's in a FakeTensorMode too."""
         if self.window.microbatches or call not in ("state_dict", "load_state_dict"):
             checks.refuse_fake_mode(call)
         return Exclusive(self, call)
