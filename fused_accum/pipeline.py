@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import checks, norms, skipping, window
 from .buckets import Bucket
-from .buffers import STEPPED, TAKEN, WRITING
+from .commit import discard, drop_window, release, take, take_rest, update
 from .norms import there
 from .nothing_left import NOTHING_THERE, nothing_left
 from .skipping import Count
@@ -47,11 +47,6 @@ def _is_zero(number: float | Tensor | None) -> bool:
     return not isinstance(number, Tensor) and number == 0
 
 
-def _release(buckets: list[Bucket]) -> None:
-    for bucket in buckets:
-        bucket.release()
-
-
 def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tensor | None) -> str | None:
     """Add the gradients in ``p.grad`` to the open window, or only count them where their factor is zero. Returns what
     to warn of.
@@ -84,48 +79,7 @@ def take_microbatch(opt: FusedAccumAdamW, scale: float | Tensor, weight: float |
         take(run, buckets, factor if adds else None, run.window.with_one_more(scale, weight, rejections))
         return None
     finally:
-        _release(buckets)
-
-
-def take(run: Runtime, buckets: list[Bucket], factor: float | Tensor | None, books: tuple) -> None:
-    """Add what was collected to the buffers, or drop it (factor None), and write the books: both or neither, whatever
-    exception a signal handler raises. Where it ends a kernel of Python in the middle, ``run.torn`` stays."""
-    try:
-        run.torn = "accumulate"
-        _take(run, buckets, factor, books)
-    except BaseException:
-        progress = [bucket.progress() for bucket in buckets]
-        if WRITING not in progress:
-            if TAKEN in progress or any(bucket.counts is not None for bucket in buckets):
-                _take(run, [b for b, at in zip(buckets, progress) if at != TAKEN], factor, books)
-            else:
-                run.torn = None
-        raise
-
-
-def _take(run: Runtime, buckets: list[Bucket], factor: float | Tensor | None, books: tuple) -> None:
-    for bucket in buckets:
-        if factor is None:
-            bucket.drop_gradients()
-        else:
-            bucket.accumulate(there(factor, bucket.device))
-    run.window.write(books)
-    run.torn = None
-
-
-def _take_rest(opt: FusedAccumAdamW, buckets: list[Bucket], factor: float | Tensor, books: tuple) -> None:
-    """After an exception in a step that has added a part of its micro-batch to the buffers: add the rest."""
-    run = opt._run
-    progress = [bucket.progress() for bucket in buckets]
-    if WRITING in progress:
-        return
-    if TAKEN in progress or any(bucket.counts is not None for bucket in buckets):
-        buckets, _ = run.collect(opt.param_groups, buffers=True)
-        try:
-            _take(run, buckets, factor, books)
-        finally:
-            _release(buckets)
-    run.torn = None
+        release(buckets)
 
 
 def _begin_state(opt: FusedAccumAdamW) -> None:
@@ -199,70 +153,22 @@ def end_window(opt: FusedAccumAdamW, scale: float | Tensor, weight: float | Tens
                 for p in before:
                     opt.state.pop(p, None)
                 return _abandon_window(opt, buckets, True, skipped)
-        message = _update(opt, buckets, books, skipped, (hypers, factor, coefficient, factors))
+        message = update(opt, buckets, books, skipped, (hypers, factor, coefficient, factors))
         return note or message
     except BaseException:
         if run.torn == "step" and run.half_applied is None:
-            _take_rest(opt, buckets, factor, books)
+            take_rest(opt, buckets, factor, books)
         raise
     finally:
-        _release(buckets)
-
-
-def _update(
-    opt: FusedAccumAdamW, buckets: list[Bucket], books: tuple | None, skipped: Count, step: tuple
-) -> str | None:
-    """Step and write the books, both or neither, as ``take`` does; what to warn of."""
-    run = opt._run
-    try:
-        run.half_applied = "an exception in the middle of step()"
-        return _step(opt, buckets, books, skipped, *step)
-    except BaseException:
-        progress = [bucket.progress() for bucket in buckets]
-        if WRITING not in progress:
-            if STEPPED in progress:
-                for bucket, at in zip(buckets, progress):
-                    if at == STEPPED:
-                        bucket.consumed(bucket.present)
-                _step(opt, [b for b, at in zip(buckets, progress) if at != STEPPED], books, skipped, *step)
-            else:
-                run.half_applied = None
-        raise
-
-
-def _step(
-    opt: FusedAccumAdamW, buckets: list[Bucket], books: tuple | None, skipped: Count,
-    hypers: list[Hyper], factor: float | Tensor, coefficient: float, factors: norms.Factors | None,
-) -> str | None:  # fmt: skip
-    run = opt._run
-    for bucket in buckets:
-        there_too = factors and factors.on(bucket.device)
-        bucket.step(opt.state, hypers, there(factor, bucket.device), coefficient, there_too)
-    if books is not None:
-        run.window.write(books)
-    run.skipped_steps = skipped
-    message = run.window.close()
-    if run.backward is not None:
-        run.backward.stepped()
-    run.torn = run.half_applied = None
-    return message
+        release(buckets)
 
 
 def discard_window(opt: FusedAccumAdamW) -> int:
     """Drop the open window; returns how many explicit micro-batches that cost."""
     run = opt._run
     dropped = 0 if run.backward is not None else run.window.microbatches
-    _discard(opt)
+    discard(opt)
     return dropped
-
-
-def _discard(opt: FusedAccumAdamW) -> None:
-    """Drop the open window, and the state that only it has called for."""
-    if opt._run.window.began_state:
-        for group in opt.param_groups:
-            for p in group["params"]:
-                opt.state.pop(p, None)
-    opt._run.discard()
 
 
 def _divides_on_device(opt: FusedAccumAdamW, buckets: list[Bucket]) -> bool:
@@ -280,32 +186,14 @@ def _abandon_window(
 ) -> str | None:
     """End the window without an update: a gradient is not finite, or there is nothing to divide by."""
     run = opt._run
-    count, skipped = run.window.microbatches, skipped or run.skipped_steps
-    try:
-        _drop_window(opt, buckets, skipped)
-    except BaseException:
-        _drop_window(opt, buckets, skipped)
-        raise
+    count = run.window.microbatches
+    drop_window(opt, buckets, skipped or run.skipped_steps)
     if found_inf:
         return None
     return (
         f"the weights of this window's {count} micro-batch(es) add up to 0: there is nothing to average, so "
         "no parameter was updated and the window is closed"
     )
-
-
-def _drop_window(opt: FusedAccumAdamW, buckets: list[Bucket], skipped: Count) -> None:
-    """All of it; as well after an exception in here."""
-    run = opt._run
-    run.torn = "zero_grad"
-    run.skipped_steps = skipped
-    for bucket in buckets:
-        bucket.drop_gradients()
-        bucket.clear_aliases()
-    _discard(opt)
-    if run.backward is not None:
-        run.backward.discarded()
-    run.torn = None
 
 
 def _refuse_factors(call: str, run: Runtime, scale: float, weight: float | None) -> None:
