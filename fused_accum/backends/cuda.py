@@ -136,7 +136,7 @@ class Cuda(Backend):
 
     def why_not(self, device: torch.device) -> str | None:
         if _C is None or _CUDA is None:
-            return MISSING or _CUDA_MISSING
+            return _CUDA_MISSING or MISSING
         if device.type != DEVICE_TYPE:
             return f"it updates {DEVICE_TYPE} tensors only, not {device.type} ones"
         if device.type == "cuda" and torch.version.cuda is None:
