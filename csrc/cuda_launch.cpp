@@ -14,14 +14,16 @@
 namespace fa {
 namespace {
 
-// Makes a device current while in scope.
+// Makes a device current while in scope; throws NotBegun where that fails.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) {
+  explicit DeviceGuard(int device) try {
     FA_CUDA_CHECK(cudaGetDevice(&before_));
     if (device == before_) return;
     FA_CUDA_CHECK(cudaSetDevice(device));
     changed_ = true;
+  } catch (const std::runtime_error& error) {
+    throw NotBegun(error.what());
   }
   DeviceGuard(const DeviceGuard&) = delete;
   ~DeviceGuard() {

@@ -23,7 +23,8 @@ PyTypeObject* tensor_type = nullptr;
 const ExchangeApi* api = nullptr;
 
 // Functions of libtorch, of `const at::Tensor&`; they may throw. Null where there is none, or it is not to be used.
-void (*view_function)(const void* tensor, DLTensor* out) = nullptr;  // at::toDLPackNonOwning
+void (*view_function)(const void* tensor, DLTensor* out, bool read_only) = nullptr;  // at::toDLPackNonOwning
+void (*view_before_2_14)(const void* tensor, DLTensor* out) = nullptr;
 void (*bump_function)(const void* tensor) = nullptr;                 // torch::autograd::impl::bump_version
 bool (*negated_function)(const void* tensor) = nullptr;              // at::native::is_neg
 bool view_verified = false, bump_verified = false;
@@ -37,7 +38,7 @@ bool is_tensor(PyObject* object) {
 
 bool view_directly(PyObject* tensor, DLTensor& view) {
   try {
-    view_function(inner(tensor), &view);
+    view_function ? view_function(inner(tensor), &view, false) : view_before_2_14(inner(tensor), &view);
     return true;
   } catch (...) {
     return false;
@@ -72,6 +73,7 @@ void bind_exchange(PyObject* tensor_class, Way best) {
   tensor_type = reinterpret_cast<PyTypeObject*>(tensor_class);
   api = nullptr;
   view_function = nullptr;
+  view_before_2_14 = nullptr;
   bump_function = nullptr;
   negated_function = nullptr;
   view_verified = bump_verified = false;
@@ -90,8 +92,9 @@ void bind_exchange(PyObject* tensor_class, Way best) {
   const auto symbol = [&](auto& function, const char* name) {
     function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
   };
-  symbol(view_function, "_ZN2at17toDLPackNonOwningERKNS_6TensorEP8DLTensor");
-  if (!view_function) return;
+  symbol(view_function, "_ZN2at17toDLPackNonOwningERKNS_6TensorEP8DLTensorb");
+  symbol(view_before_2_14, "_ZN2at17toDLPackNonOwningERKNS_6TensorEP8DLTensor");
+  if (!view_function && !view_before_2_14) return;
   symbol(bump_function, "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE");
   symbol(negated_function, "_ZN2at6native6is_negERKNS_6TensorE");
 }
@@ -103,9 +106,12 @@ bool counts_versions() { return bump_verified; }
 bool view_tensor(PyObject* tensor, DLTensor& view) {
   if (view_verified && is_tensor(tensor)) return view_directly(tensor, view);
   if (api->tensor_from_object(tensor, &view) != 0) return PyErr_Clear(), false;
-  if (view_function && Py_TYPE(tensor) == tensor_type) {  // a subclass may have a `_cdata` of its own
+  if ((view_function || view_before_2_14) && Py_TYPE(tensor) == tensor_type) {  // a subclass may have another `_cdata`
     view_verified = begins_with_tensor(tensor, view);
-    if (!view_verified) view_function = nullptr;
+    if (!view_verified) {
+      view_function = nullptr;
+      view_before_2_14 = nullptr;
+    }
   }
   return true;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
 #include <vector>
 
 #include "scatter.h"
@@ -36,6 +37,11 @@ struct Row {
   double* squares = nullptr;         // where the sum of squares goes, of what accum then holds; null: not wanted
   Weights weights = Weights::plain;
   Randomness randomness;             // of stochastic rounding; the executor sets its step
+};
+
+// What an executor throws that has not begun to write. Visible: one module throws it, another catches it.
+struct __attribute__((visibility("default"))) NotBegun : std::runtime_error {
+  using std::runtime_error::runtime_error;
 };
 
 // What runs rows somewhere. Everything is checked before; an error throws.

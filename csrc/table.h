@@ -83,7 +83,12 @@ class Table {
   void write(F launch) {
     progress_ = Progress::writing;
     py::gil_scoped_release release;
-    launch();
+    try {
+      launch();
+    } catch (const NotBegun&) {
+      progress_ = Progress::none;
+      throw;
+    }
   }
 
   bool collect_row(Entry& entry, PyObject* accum, char& held, DType dtype_then, bool buffers, Py_ssize_t& found);

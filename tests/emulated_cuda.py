@@ -98,6 +98,10 @@ def test_errors_throw_with_expression_and_place_and_the_device_is_restored(emula
         opt.step()
     assert emulation.device() == 1
     assert all(same_bits(p, x) for p, x in zip(params, before))
+    if call == "launch":  # from it alone nobody knows what has run
+        with pytest.raises(RuntimeError, match="left some parameters updated and others not"):
+            opt.step()
+        return
     opt.step()  # the error is over
     assert not any(same_bits(p, x) for p, x in zip(params, before))
 

@@ -78,7 +78,7 @@ def trained(*args, resume=None, **kwargs) -> Run:
 
 
 @pytest.fixture(scope="module")
-def torchs(quick_collections, tmp_path_factory):
+def torchs(tmp_path_factory):
     """The same training with torch.optim.AdamW, per model, with a checkpoint in the second epoch; never mutated."""
     runs = {}
     for build in (gpt2, llama):
