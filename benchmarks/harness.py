@@ -25,6 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # What passes as equal: a few fp32 roundings, in another order, of values as large as the tensor's; in bf16 besides
 # the neighbour, where fp32 fell on the other side of a tie.
 FP32_ROUNDINGS = 16
+PRODUCT_ROUNDINGS = 64  # of gradients: sums of hundreds of products, of other terms first, and as exact
 
 
 FEWEST_ROUNDS = 7  # the fewest that give a 95 % interval are 6

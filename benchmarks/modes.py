@@ -116,7 +116,9 @@ def measure(
     wanted, equal = trainings[TORCH].moments(), {}
     for mode in modes:
         trainings[mode].window(window(0))
-        equal[mode] = harness.require_equal(f"{tokens} tokens, {mode}", trainings[mode].moments(), wanted)
+        equal[mode] = harness.require_equal(
+            f"{tokens} tokens, {mode}", trainings[mode].moments(), wanted, roundings=harness.PRODUCT_ROUNDINGS
+        )
     for training in trainings.values():
         training.first_backward(window(0)[0])
     variants = [

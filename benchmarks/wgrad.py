@@ -18,7 +18,6 @@ TOKENS = (16, 64, 256, 1024)
 # (out, in) in benchmarks.modes: the head, both of the MLP, queries with keys and values, attention's output.
 WEIGHTS = ((32000, 512), (2048, 512), (512, 2048), (1536, 512), (512, 512))
 MOST_SETS = 64  # of buffers; calls take them in turn
-ROUNDINGS = 64  # harness.FP32_ROUNDINGS for the worst of 16 million sums of 1024 products
 
 READING = """\
 How to read the output, one row per number of tokens, weight (out x in) and dtype of the activations:
@@ -65,7 +64,7 @@ def measure(
         call(found[name])
     name = f"{tokens} tokens, {weight[0]} x {weight[1]}, {kind}"
     ours, theirs = ({first: found[name + first] for first in ("", " first")} for name in ("ours", "addmm_"))
-    equal = harness.require_equal(name, ours, theirs, roundings=ROUNDINGS)
+    equal = harness.require_equal(name, ours, theirs, roundings=harness.PRODUCT_ROUNDINGS)
 
     turn = itertools.cycle(layer.buffers)  # the next one for every call: last used long ago, as in a backward
 
