@@ -39,10 +39,8 @@ struct DeviceScale {
   float narrow;
 };
 
-template <int kCapacity_>
-struct RowTable {
-  static constexpr int kCapacity = kCapacity_;
-
+// What a table says of all its rows.
+struct RowTableHead {
   const ScalarSlot* slots = nullptr;  // of an update
   double scale = 1;                   // of an accumulation
   float scale_f32 = 1;
@@ -54,6 +52,12 @@ struct RowTable {
   bool has_grad = false, has_accum = false, amsgrad = false;
   uint64_t seed = 0;                  // of stochastic rounding
   double* squares = nullptr;          // of an accumulation: for every kSquaresBlock elements of a block its sum
+};
+
+template <int kCapacity_>
+struct RowTable : RowTableHead {
+  static constexpr int kCapacity = kCapacity_;
+
   unsigned first_block[kCapacity];    // of each row
   int slot[kCapacity];                // its number in slots
   int64_t numel[kCapacity];
@@ -61,20 +65,7 @@ struct RowTable {
 
   RowTable() = default;
   template <int kOther>
-  explicit RowTable(const RowTable<kOther>& other)  // of at most kCapacity rows
-      : slots(other.slots),
-        scale(other.scale),
-        scale_f32(other.scale_f32),
-        count(other.count),
-        device_scale(other.device_scale),
-        accum_dtype(other.accum_dtype),
-        weights(other.weights),
-        has_grad(other.has_grad),
-        has_accum(other.has_accum),
-        amsgrad(other.amsgrad),
-        seed(other.seed),
-        squares(other.squares) {
-    std::memcpy(dtypes, other.dtypes, sizeof dtypes);
+  explicit RowTable(const RowTable<kOther>& other) : RowTableHead(other) {  // of at most kCapacity rows
     std::memcpy(first_block, other.first_block, size_t(count) * sizeof *first_block);
     std::memcpy(slot, other.slot, size_t(count) * sizeof *slot);
     std::memcpy(numel, other.numel, size_t(count) * sizeof *numel);
@@ -110,9 +101,7 @@ struct StridedRow {
 static_assert(sizeof(StridedRow) <= kParameterBytes);
 
 // Counts of updates, and what their scalars are made of.
-template <int kCapacity_>
-struct CountTable {
-  static constexpr int kCapacity = kCapacity_;
+struct CountTableHead {
   static constexpr int kGroups = 32;
 
   ScalarSlot* slots = nullptr;       // of the first row; the others' follow
@@ -123,6 +112,12 @@ struct CountTable {
   const DeviceScale* device_scale = nullptr;  // instead of scale
   int count = 0;
   Hyper groups[kGroups];
+};
+
+template <int kCapacity_>
+struct CountTable : CountTableHead {
+  static constexpr int kCapacity = kCapacity_;
+
   void* step[kCapacity];             // on the device: counted there; on the host: the bits of the new count, a double
   uint32_t parameter[kCapacity];     // as in Randomness
   uint8_t group[kCapacity];
@@ -130,16 +125,7 @@ struct CountTable {
 
   CountTable() = default;
   template <int kOther>
-  explicit CountTable(const CountTable<kOther>& other)  // of at most kCapacity rows
-      : slots(other.slots),
-        scale(other.scale),
-        coefficient(other.coefficient),
-        found_inf(other.found_inf),
-        clip(other.clip),
-        counts(other.counts),
-        device_scale(other.device_scale),
-        count(other.count) {
-    for (int i = 0; i < kGroups; ++i) groups[i] = other.groups[i];
+  explicit CountTable(const CountTable<kOther>& other) : CountTableHead(other) {  // of at most kCapacity rows
     std::memcpy(step, other.step, size_t(count) * sizeof *step);
     std::memcpy(parameter, other.parameter, size_t(count) * sizeof *parameter);
     std::memcpy(group, other.group, size_t(count) * sizeof *group);
