@@ -48,18 +48,8 @@ struct Line {
 
   template <class Visit>
   void run(int threads, Visit visit) const {
-    struct Context {
-      const Line* line;
-      Visit* visit;
-    } context{this, &visit};
     const int64_t chunks = (length() + kChunk - 1) / kChunk;
-    parallel_chunks(
-        chunks, threads,
-        [](void* c, int64_t chunk) {
-          auto* context = static_cast<Context*>(c);
-          context->line->visit_chunk(chunk, *context->visit);
-        },
-        &context);
+    in_parallel(chunks, threads, [&](int64_t chunk) { visit_chunk(chunk, visit); });
   }
 };
 

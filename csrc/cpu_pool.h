@@ -11,4 +11,11 @@ namespace fa {
 // its job alone. Workers take the caller's floating-point mode. Usable after fork(): the child starts a pool of its own.
 void parallel_chunks(int64_t chunks, int threads, void (*run)(void* context, int64_t chunk), void* context);
 
+// The same for anything that is called with a chunk.
+template <class Run>
+void in_parallel(int64_t chunks, int threads, const Run& run) {
+  void* context = const_cast<Run*>(&run);
+  parallel_chunks(chunks, threads, [](void* c, int64_t chunk) { (*static_cast<const Run*>(c))(chunk); }, context);
+}
+
 }  // namespace fa

@@ -11,11 +11,6 @@ namespace {
 constexpr int64_t kChunks = 8;       // a thread, at least
 constexpr int64_t kLeastPanels = 8;  // a chunk: with fewer, packing the left operand would take as long
 
-template <class Run>
-void in_parallel(int64_t chunks, int threads, Run run) {
-  parallel_chunks(chunks, threads, [](void* run, int64_t chunk) { (*static_cast<Run*>(run))(chunk); }, &run);
-}
-
 struct Free {
   void operator()(float* memory) const { operator delete[](memory, std::align_val_t(64)); }
 };

@@ -47,9 +47,7 @@ void run(void* accum, const void* grad, int64_t width, const std::vector<Place>&
          const std::vector<int64_t>& starts, int threads) {
   const int64_t column_blocks = (width + kColumns - 1) / kColumns;
   Scatter<T, A, G> scatter{static_cast<A*>(accum), static_cast<const G*>(grad), width, column_blocks, places, starts};
-  parallel_chunks(
-      int64_t(starts.size() - 1) * column_blocks, threads,
-      [](void* context, int64_t chunk) { (*static_cast<Scatter<T, A, G>*>(context))(chunk); }, &scatter);
+  in_parallel(int64_t(starts.size() - 1) * column_blocks, threads, scatter);
 }
 
 template <class F>
