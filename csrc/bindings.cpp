@@ -71,6 +71,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("same_objects", &fa::same_objects);
   m.def("scatter_rows", &fa::scatter_rows);
   m.def("has_product", &fa::has_product);
+  m.attr("TERM_TOKENS") = fa::kTermTokens;
   m.def("add_product", &fa::add_product);
   m.def("hook_types", [](py::object current_task_id) {
     PyObject* types = fa::hook_types(current_task_id.ptr());

@@ -106,7 +106,7 @@ bool counts_versions() { return bump_verified; }
 bool view_tensor(PyObject* tensor, DLTensor& view) {
   if (view_verified && is_tensor(tensor)) return view_directly(tensor, view);
   if (api->tensor_from_object(tensor, &view) != 0) return PyErr_Clear(), false;
-  if ((view_function || view_before_2_14) && Py_TYPE(tensor) == tensor_type) {  // a subclass may have another `_cdata`
+  if ((view_function || view_before_2_14) && Py_TYPE(tensor) == tensor_type) {  // a subclass may have its own `_cdata`
     view_verified = begins_with_tensor(tensor, view);
     if (!view_verified) {
       view_function = nullptr;

@@ -55,11 +55,13 @@ def left_from_skipped_step(optimizer: FusedAccumAdamW) -> str | None:
     """What to warn of when a scaler's step asks, and it has skipped the one before (``step`` and ``zero_grad`` forget
     that it asked): that the gradients of then are still there. Reads them in this case alone."""
     run = optimizer._run
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    before, run.asked_with = run.asked_with, weakref.ref(grads[0]) if grads else None
-    if before is None or not grads or before() is not grads[0] or all(g.isfinite().all() for g in grads):
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    first = next(grads, None)
+    before, run.asked_with = run.asked_with, None if first is None else weakref.ref(first)
+    if before is None or first is None or before() is not first:
         return None
-    return run.window.once("left", LEFT)
+    finite = all(g.isfinite().all() for g in (first, *grads))
+    return None if finite else run.window.once("left", LEFT)
 
 
 class ScalerSupport:

@@ -133,6 +133,7 @@ class TestNative:
 
         class Recording:
             has_product = staticmethod(_C.has_product)
+            TERM_TOKENS = _C.TERM_TOKENS
 
             @staticmethod
             def add_product(*args):

@@ -13,8 +13,6 @@ from ..rows import Rows
 from .base import Backend
 from .native import _C, MISSING, NativeBucket, accumulate_lists, adamw_lists, place_of
 
-TERM_TOKENS = 64  # kTermTokens of csrc/product.h
-
 
 def executor() -> Any:
     return _C.Cpu(torch.get_num_threads())
@@ -55,7 +53,7 @@ class Cpu(Backend):
         if not buffer.is_contiguous():
             buffer, left, right = buffer.t(), right, left
         # Else what the kernel packs would be more than a quarter of the buffer, which is small.
-        fits = _C.has_product() and 4 * min(len(left), TERM_TOKENS) <= len(buffer)
+        fits = _C.has_product() and 4 * min(len(left), _C.TERM_TOKENS) <= len(buffer)
         if not fits or not _C.add_product(buffer, left, right, first, torch.get_num_threads()):
             super().add_product(buffer, left, right, first)
 
