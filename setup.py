@@ -71,9 +71,6 @@ X86_ISAS = {
     ),
 }  # fmt: skip
 
-# Little of what pybind11 is made of runs in a call; it is most of what is compiled here.
-OWN_FLAGS = {"shared.cpp": ("-O2",)}
-
 
 class CannotBuild(Exception):
     """The native module cannot be built here: what is the matter, and what to do before installing again.
@@ -252,7 +249,7 @@ def cpu_units(compiler: Compiler) -> list[Unit]:
             for isa, flags in {**isas, "baseline": ()}.items():
                 found.append(Unit(f"{source.stem}_{isa}.o", source, "cxx", (f"-DFA_ISA={isa}", *own, *flags)))
         elif not source.name.startswith("cuda_"):
-            found.append(Unit(f"{source.stem}.o", source, "cxx", (*have, *OWN_FLAGS.get(source.name, ()))))
+            found.append(Unit(f"{source.stem}.o", source, "cxx", have))
     if not found:
         raise CannotBuild(f"{CSRC} holds no C++ sources", "use a complete source distribution or clone")
     return found
@@ -273,15 +270,13 @@ def write_ninja(folder: Path, compiler: Compiler, nvcc: Nvcc | None, targets: di
     Paths inside the project are relative, so that no name of a folder above it needs quoting.
     """
     try:
-        import pybind11
         from ninja import ninja_syntax
     except ImportError as error:
-        raise CannotBuild(str(error), "run `pip install pybind11 ninja`") from error
+        raise CannotBuild(str(error), "run `pip install ninja`") from error
 
     includes = [f"-I{os.path.relpath(CSRC, folder)}"]
     for path in dict.fromkeys((sysconfig.get_path("include"), sysconfig.get_path("platinclude"))):
         includes += ["-isystem", path]
-    includes += ["-isystem", pybind11.get_include()]
     shared = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
 
     libraries = ["-ldl"] if sys.platform == "linux" else []  # dlsym lives there before glibc 2.34

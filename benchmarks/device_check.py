@@ -1,6 +1,6 @@
 """Everything to know of a GPU, in one command of at most four minutes: build, tests, sanitizers, measurements.
 
-Needs python3, torch >= 2.11, triton, nvcc, pybind11, ninja and pytest; downloads nothing. Each part is a process of
+Needs python3, torch >= 2.11, triton, nvcc, ninja and pytest; downloads nothing. Each part is a process of
 its own with a time limit; rows are written as they come, so that a run cut short leaves what it has. With --emulated
 all of it runs on the CPU, the CUDA kernels on the emulator of tests/native: that tests this program, and measures
 nothing.

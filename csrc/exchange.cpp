@@ -53,7 +53,7 @@ bool same(const DLTensor& a, const DLTensor& b) {
 
 // Whether what `inner` gives of a tensor, whose view by the API is `view`, is its at::Tensor.
 bool begins_with_tensor(PyObject* tensor, const DLTensor& view) {
-  Ref address(PyObject_GetAttrString(tensor, "_cdata"));  // of the TensorImpl, all that an at::Tensor holds
+  Object address(PyObject_GetAttrString(tensor, "_cdata"));  // of the TensorImpl, all that an at::Tensor holds
   void* impl = address ? PyLong_AsVoidPtr(address.get()) : nullptr;
   PyErr_Clear();
   DLTensor direct;
@@ -61,7 +61,7 @@ bool begins_with_tensor(PyObject* tensor, const DLTensor& view) {
 }
 
 long long version_of(PyObject* tensor) {
-  Ref version(tensor_attributes().version.get(tensor));
+  Object version(tensor_attributes().version.get(tensor));
   const long long number = version ? PyLong_AsLongLong(version.get()) : -1;
   PyErr_Clear();
   return number;
@@ -78,7 +78,7 @@ void bind_exchange(PyObject* tensor_class, Way best) {
   negated_function = nullptr;
   view_verified = bump_verified = false;
   if (best == Way::attributes) return;
-  Ref capsule(PyObject_GetAttrString(tensor_class, "__dlpack_c_exchange_api__"));
+  Object capsule(PyObject_GetAttrString(tensor_class, "__dlpack_c_exchange_api__"));
   if (!capsule) return PyErr_Clear();
   auto* found = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.get(), "dlpack_exchange_api"));
   if (!found) return PyErr_Clear();
@@ -119,7 +119,7 @@ bool view_tensor(PyObject* tensor, DLTensor& view) {
 bool is_negated(PyObject* tensor) {
   static PyObject* const name = PyUnicode_InternFromString("is_neg");
   if (negated_function && view_verified && is_tensor(tensor)) return negated_function(inner(tensor));
-  Ref answer(PyObject_CallMethodNoArgs(tensor, name));
+  Object answer(PyObject_CallMethodNoArgs(tensor, name));
   PyErr_Clear();
   return answer.get() != Py_False;
 }

@@ -5,9 +5,9 @@
 // Python tensor begins with. That it does is not taken for granted: the first plain tensor, read both ways, decides.
 #pragma once
 
-#include <Python.h>
-
 #include <cstdint>
+
+#include "objects.h"
 
 namespace fa {
 
@@ -27,18 +27,6 @@ struct DLTensor {
   int64_t* shape;
   int64_t* strides;
   uint64_t byte_offset;
-};
-
-class Ref {  // an owned reference
- public:
-  explicit Ref(PyObject* object) : object_(object) {}
-  Ref(const Ref&) = delete;
-  ~Ref() { Py_XDECREF(object_); }
-  PyObject* get() const { return object_; }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_;
 };
 
 // From the slowest to the fastest: by Python attributes, by the exchange API, by libtorch's functions.

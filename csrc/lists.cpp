@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -6,11 +7,11 @@
 namespace fa {
 namespace {
 
-void read_item(const py::list& list, size_t i, py::object& object, TensorInfo& info, const char* what, Place place,
+void read_item(const List& list, size_t i, Object& object, TensorInfo& info, const char* what, Place place,
                bool or_on_cpu = false, bool halves = false) {
-  object = list[i];
+  object = Object::borrowed(list[i]);
   if (object.is_none()) return;
-  if (!read_tensor(object.ptr(), info) || !(info.place == place || (or_on_cpu && info.place == kCpu)) ||
+  if (!read_tensor(object.get(), info) || !(info.place == place || (or_on_cpu && info.place == kCpu)) ||
       (info.dtype == DType::i16) != halves) {
     throw std::invalid_argument(std::string(what) + " " + std::to_string(i) +
                                 " is not a tensor of a supported dtype on the device of this backend");
@@ -19,19 +20,19 @@ void read_item(const py::list& list, size_t i, py::object& object, TensorInfo& i
 
 }  // namespace
 
-bool same_objects(py::list lists, py::list others) {
+bool same_objects(List lists, List others) {
   if (lists.size() != others.size()) return false;
   for (size_t i = 0; i < lists.size(); ++i) {
-    const py::list some = lists[i], other = others[i];
-    if (some.size() != other.size()) return false;
-    for (size_t j = 0; j < some.size(); ++j) {
-      if (PyList_GET_ITEM(some.ptr(), Py_ssize_t(j)) != PyList_GET_ITEM(other.ptr(), Py_ssize_t(j))) return false;
-    }
+    const Object some = checked(PySequence_Fast(lists[i], "a list was expected")), other = checked(PySequence_Fast(others[i], "a list was expected"));
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(some.get());
+    if (count != PySequence_Fast_GET_SIZE(other.get())) return false;
+    PyObject** const one = PySequence_Fast_ITEMS(some.get());
+    if (!std::equal(one, one + count, PySequence_Fast_ITEMS(other.get()))) return false;
   }
   return true;
 }
 
-void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale,
+void accumulate_lists(List accums, List grads, const std::vector<bool>& first, double scale,
                       Executor& executor, Place place) {
   std::vector<Entry> entries(accums.size());
   std::vector<Row> rows(entries.size());
@@ -42,14 +43,14 @@ void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& 
     rows[i].has_accum = !first.at(i);
     fill(rows[i], entries[i], false);
   }
-  py::gil_scoped_release release;
+  ReleaseGil release;
   executor.accumulate(rows, scale);
 }
 
-void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,
-                py::list max_exp_avg_sqs, py::list steps, const std::vector<int>& groups,
+void step_lists(List params, List grads, List accums, List exp_avgs, List exp_avg_sqs,
+                List max_exp_avg_sqs, List steps, const std::vector<int>& groups,
                 const std::vector<Hyper>& hypers, const std::vector<int>& accum_dtypes, double scale,
-                double coefficient, Executor& executor, Place place, py::list masters,
+                double coefficient, Executor& executor, Place place, List masters,
                 const std::vector<uint32_t>& indices, int weights, uint64_t seed) {
   const Precision precision{static_cast<Weights>(weights), seed};
   std::vector<Entry> entries(params.size());
@@ -78,7 +79,7 @@ void step_lists(py::list params, py::list grads, py::list accums, py::list exp_a
                             precision));
   }
   const bool one_by_one = overlap(entries);
-  py::gil_scoped_release release;
+  ReleaseGil release;
   executor.step(rows, hypers, scale, coefficient, one_by_one);
 }
 

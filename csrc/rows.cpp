@@ -4,10 +4,11 @@
 
 namespace fa {
 
-Hyper hyper_from(py::tuple values, uint64_t device_lr, bool device_lr_is_double) {
+Hyper hyper_from(Tuple values, uint64_t device_lr, bool device_lr_is_double) {
   const auto number = [&](Py_ssize_t i) {
-    const double value = PyFloat_AsDouble(PyTuple_GetItem(values.ptr(), i));
-    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+    PyObject* item = PyTuple_GetItem(values.object, i);
+    const double value = item ? PyFloat_AsDouble(item) : -1;
+    if (value == -1 && PyErr_Occurred()) throw PythonError();
     return value;
   };
   return {device_lr ? 0.0 : number(0),

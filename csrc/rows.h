@@ -1,27 +1,16 @@
 // From tensors to rows of a launch: what Table and the list functions share.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <vector>
 
 #include "kernels.h"
+#include "objects.h"
 #include "tensor_info.h"
 
 namespace fa {
 
-namespace py = pybind11;
-
-// `owned`, which Python has just returned; throws its error.
-inline py::object checked(PyObject* owned) {
-  if (!owned) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(owned);
-}
-
-inline char* bytes_of(const py::bytearray& array) { return PyByteArray_AS_STRING(array.ptr()); }
-
 // In the order of Hyper in fused_accum/state.py. device_lr: an address, or 0.
-Hyper hyper_from(py::tuple values, uint64_t device_lr, bool device_lr_is_double);
+Hyper hyper_from(Tuple values, uint64_t device_lr, bool device_lr_is_double);
 
 // What 16-bit parameters keep beside them.
 struct Precision {
@@ -34,8 +23,8 @@ struct Precision {
 
 // One parameter's tensors as Python objects and as read.
 struct Entry {
-  py::object param, grad, accum, exp_avg, exp_avg_sq, max_exp_avg_sq, step;  // null or None where there is none
-  py::object master;
+  Object param, grad, accum, exp_avg, exp_avg_sq, max_exp_avg_sq, step;  // null or None where there is none
+  Object master;
   TensorInfo p, g, a, m, v, v_max, w;
   int group = 0;
   uint32_t index = 0;  // among all parameters of the optimizer
@@ -65,17 +54,17 @@ bool note_span(Entry& entry);
 bool overlap(const std::vector<Entry>& entries);
 
 // Whether two lists of lists hold the very same objects, in the same places.
-bool same_objects(py::list lists, py::list others);
+bool same_objects(List lists, List others);
 
 // The same kernels on lists of tensors, None where a row has none; no gradient is consumed, no counter bumped.
 // Counts of updates may lie on the CPU. Throws std::invalid_argument for a tensor that cannot be read or does not lie
 // at `place`, before anything has changed.
-void accumulate_lists(py::list accums, py::list grads, const std::vector<bool>& first, double scale,
+void accumulate_lists(List accums, List grads, const std::vector<bool>& first, double scale,
                       Executor& executor, Place place);
-void step_lists(py::list params, py::list grads, py::list accums, py::list exp_avgs, py::list exp_avg_sqs,
-                py::list max_exp_avg_sqs, py::list steps, const std::vector<int>& groups,
+void step_lists(List params, List grads, List accums, List exp_avgs, List exp_avg_sqs,
+                List max_exp_avg_sqs, List steps, const std::vector<int>& groups,
                 const std::vector<Hyper>& hypers, const std::vector<int>& accum_dtypes, double scale,
-                double coefficient, Executor& executor, Place place, py::list masters,
+                double coefficient, Executor& executor, Place place, List masters,
                 const std::vector<uint32_t>& indices, int weights, uint64_t seed);
 
 }  // namespace fa

@@ -1,5 +1,4 @@
-// All that pybind11 binds, as one compilation: to read its headers and to compile them takes longer than all else here.
-#include "bind_tables.cpp"
+// All that reads Python objects, as one compilation: for most of these, reading the headers takes longest.
 #include "bindings.cpp"
 #include "exchange.cpp"
 #include "lists.cpp"

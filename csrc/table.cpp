@@ -7,24 +7,24 @@
 
 namespace fa {
 
-Table::Table(py::list params, std::vector<int> groups, py::object increment_version, Place place,
+Table::Table(List params, std::vector<int> groups, Object increment_version, Place place,
              std::vector<uint32_t> indices, int weights, uint64_t seed)
     : entries_(params.size()),
       increment_version_(std::move(increment_version)),
       place_(place),
       precision_{static_cast<Weights>(weights), seed} {
   for (size_t i = 0; i < entries_.size(); ++i) {
-    entries_[i].param = params[i];
+    entries_[i].param = Object::borrowed(params[i]);
     entries_[i].group = groups.at(i);
     entries_[i].index = indices.at(i);
   }
 }
 
-void Table::accept(py::object type) {
-  for (const py::object& known : accepted_) {
-    if (known.is(type)) return;
+void Table::accept(PyObject* type) {
+  for (const Object& known : accepted_) {
+    if (known.get() == type) return;
   }
-  accepted_.push_back(std::move(type));
+  accepted_.push_back(Object::borrowed(type));
 }
 
 std::vector<size_t> Table::gradients() const {
@@ -44,9 +44,9 @@ std::pair<int64_t, int64_t> Table::sizes() const {
 // Counts up the versions of what an update of a row has written: not of buffers, unless they are p.grad too (nobody
 // else sees them), and not of counts of updates, which no graph saves. Those that are left to torch's own function are
 // added to `left`.
-static void count_versions(const Entry& e, const Row& row, py::list& left) {
-  const auto count = [&](const py::object& tensor) {
-    if (!bump_version(tensor.ptr())) left.append(tensor);
+static void count_versions(const Entry& e, const Row& row, std::vector<PyObject*>& left) {
+  const auto count = [&](const Object& tensor) {
+    if (!bump_version(tensor.get())) left.push_back(tensor.get());
   };
   count(e.param);
   count(e.exp_avg);
@@ -56,27 +56,36 @@ static void count_versions(const Entry& e, const Row& row, py::list& left) {
   if (e.aliased) count(e.grad);
 }
 
-bool Table::step_one(size_t row, py::list accums, py::bytearray present, py::bytearray dtypes, py::dict state,
+void Table::increment_versions(const std::vector<PyObject*>& tensors) const {
+  if (tensors.empty()) return;
+  const Object list = checked(PyList_New(Py_ssize_t(tensors.size())));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyList_SET_ITEM(list.get(), Py_ssize_t(i), Object::borrowed(tensors[i]).release());
+  }
+  checked(PyObject_CallOneArg(increment_version_.get(), list.get()));
+}
+
+bool Table::step_one(size_t row, List accums, ByteArray present, ByteArray dtypes, Dict state,
                      const std::vector<Hyper>& hypers, int accum_dtype, double coefficient, Executor& executor,
-                     py::object stream) {
+                     PyObject* stream) {
   Entry& e = entries_.at(row);
-  char& held = bytes_of(present)[row];
+  char& held = present[row];
   Py_ssize_t found = 0;
-  if (!collect_row(e, PyList_GET_ITEM(accums.ptr(), Py_ssize_t(row)), held,
-                   static_cast<DType>(bytes_of(dtypes)[row]), false, found)) return false;
+  if (!collect_row(e, accums[row], held,
+                   static_cast<DType>(dtypes[row]), false, found)) return false;
   if (!found && !held) return true;
   const Hyper& hyper = hypers.at(size_t(e.group));
-  PyObject* own = PyDict_GetItemWithError(state.ptr(), e.param.ptr());
-  if (!own && PyErr_Occurred()) throw py::error_already_set();
+  PyObject* own = PyDict_GetItemWithError(state.object, e.param.get());
+  if (!own && PyErr_Occurred()) throw PythonError();
   if (!read_state(e, own, hyper)) return false;
   std::vector<Row> rows{step_row(e, hyper, held != 0, static_cast<DType>(accum_dtype), precision_)};
   write([&] { executor.step(rows, hypers, 1.0, coefficient, false); });
-  py::list left;
+  std::vector<PyObject*> left;
   count_versions(e, rows[0], left);
-  if (left.size()) increment_version_(left);
-  if (!stream.is_none() && e.has_grad()) record_stream(e, stream);
-  if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
-  e.grad = py::object();
+  increment_versions(left);
+  if (stream != Py_None && e.has_grad()) record_stream(e, stream);
+  if (tensor_attributes().grad.set(e.param.get(), Py_None) != 0) throw PythonError();
+  e.grad = Object();
   progress_ = Progress::stepped;
   return true;
 }
@@ -108,8 +117,8 @@ Row Table::measurement(const Entry& e, int accum_dtype, double* squares) const {
   return row;
 }
 
-std::vector<size_t> Table::sum_up(py::bytearray present, double scale, int accum_dtype, Executor& executor,
-                                  py::object stream, py::bytearray known, uintptr_t squares) {
+std::vector<size_t> Table::sum_up(ByteArray present, double scale, int accum_dtype, Executor& executor,
+                                  PyObject* stream, ByteArray known, uintptr_t squares) {
   double* const places = reinterpret_cast<double*>(squares);
   const auto place = [&](size_t i) { return places ? places + i : nullptr; };
   std::vector<size_t> taking_part, added;
@@ -118,24 +127,24 @@ std::vector<size_t> Table::sum_up(py::bytearray present, double scale, int accum
     const Entry& e = entries_[i];
     if (!e.steps) continue;
     taking_part.push_back(i);
-    if (e.has_grad() && bytes_of(present)[i]) {
+    if (e.has_grad() && present[i]) {
       added.push_back(i);
       additions.push_back(accumulation(e, true, place(i)));
-    } else if (places && !(bytes_of(present)[i] == 1 && bytes_of(known)[i])) {
+    } else if (places && !(present[i] == 1 && known[i])) {
       measurements.push_back(measurement(e, accum_dtype, place(i)));
     }
   }
   if (!additions.empty()) write([&] { executor.accumulate(additions, scale); });
   for (size_t i : added) {
     Entry& e = entries_[i];
-    bytes_of(known)[i] = places != nullptr;
-    if (!stream.is_none()) record_stream(e, stream);
-    if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
-    e.grad = py::object();
+    known[i] = places != nullptr;
+    if (stream != Py_None) record_stream(e, stream);
+    if (tensor_attributes().grad.set(e.param.get(), Py_None) != 0) throw PythonError();
+    e.grad = Object();
   }
   if (!additions.empty()) progress_ = Progress::taken;
   if (!measurements.empty()) {
-    py::gil_scoped_release release;
+    ReleaseGil release;
     executor.measure(measurements, scale);
   }
   return taking_part;
@@ -152,25 +161,25 @@ std::vector<size_t> Table::measure_gradients(double scale, int accum_dtype, Exec
     measured.push_back(i);
     rows.push_back(measurement(e, accum_dtype, reinterpret_cast<double*>(squares) + i));
   }
-  py::gil_scoped_release release;
+  ReleaseGil release;
   executor.measure(rows, scale);
   return measured;
 }
 
-void Table::accumulate(py::bytearray present, double scale, Executor& executor, py::object stream,
-                       py::bytearray known, uintptr_t squares) {
+void Table::accumulate(ByteArray present, double scale, Executor& executor, PyObject* stream,
+                       ByteArray known, uintptr_t squares) {
   double* const places = reinterpret_cast<double*>(squares);
   rows_.clear();
   rows_.reserve(entries_.size());
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& e = entries_[i];
-    if (e.has_grad()) rows_.push_back(accumulation(e, bytes_of(present)[i] != 0, places ? places + i : nullptr));
+    if (e.has_grad()) rows_.push_back(accumulation(e, present[i] != 0, places ? places + i : nullptr));
   }
   write([&] { executor.accumulate(rows_, scale); });
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (!entries_[i].has_grad()) continue;
-    bytes_of(present)[i] = 1;
-    bytes_of(known)[i] = places != nullptr;
+    present[i] = 1;
+    known[i] = places != nullptr;
   }
   record_gradients(stream);
   drop_gradients();  // nobody else sees the buffers: their version counters stay
@@ -185,37 +194,37 @@ bool Table::parameters_overlap() {
   return overlap_;
 }
 
-void Table::step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale,
-                 double coefficient, Executor& executor, py::object stream) {
+void Table::step(const std::vector<Hyper>& hypers, ByteArray present, int accum_dtype, double scale,
+                 double coefficient, Executor& executor, PyObject* stream) {
   rows_.clear();
   rows_.reserve(entries_.size());
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Entry& e = entries_[i];
     if (!e.steps) continue;
-    rows_.push_back(step_row(e, hypers[size_t(e.group)], bytes_of(present)[i] != 0, static_cast<DType>(accum_dtype),
+    rows_.push_back(step_row(e, hypers[size_t(e.group)], present[i] != 0, static_cast<DType>(accum_dtype),
                              precision_));
   }
   const bool one_by_one = parameters_overlap();
   write([&] { executor.step(rows_, hypers, scale, coefficient, one_by_one); });
-  std::fill_n(bytes_of(present), entries_.size(), 0);
-  py::list left;
+  std::fill_n(present.data(), entries_.size(), 0);
+  std::vector<PyObject*> left;
   const Row* row = rows_.data();
   for (const Entry& e : entries_) {
     if (e.steps) count_versions(e, *row++, left);
   }
-  if (left.size()) increment_version_(left);
+  increment_versions(left);
   record_gradients(stream);
   drop_gradients();
   progress_ = Progress::stepped;
 }
 
-void Table::record_stream(const Entry& e, const py::object& stream) {
+void Table::record_stream(const Entry& e, PyObject* stream) {
   static PyObject* const name = PyUnicode_InternFromString("record_stream");
-  checked(PyObject_CallMethodObjArgs(e.grad.ptr(), name, stream.ptr(), nullptr));
+  checked(PyObject_CallMethodObjArgs(e.grad.get(), name, stream, nullptr));
 }
 
-void Table::record_gradients(const py::object& stream) {
-  if (stream.is_none()) return;
+void Table::record_gradients(PyObject* stream) {
+  if (stream == Py_None) return;
   for (const Entry& e : entries_) {
     if (e.has_grad()) record_stream(e, stream);
   }
@@ -225,14 +234,14 @@ void Table::drop_gradients() {
   if (progress_ == Progress::none) progress_ = Progress::writing;
   for (Entry& e : entries_) {
     if (!e.grad || e.grad.is_none()) continue;
-    if (tensor_attributes().grad.set(e.param.ptr(), Py_None) != 0) throw py::error_already_set();
+    if (tensor_attributes().grad.set(e.param.get(), Py_None) != 0) throw PythonError();
   }
   release();
   progress_ = Progress::taken;
 }
 
 void Table::release() {
-  for (Entry& e : entries_) e.grad = py::object();
+  for (Entry& e : entries_) e.grad = Object();
 }
 
 }  // namespace fa

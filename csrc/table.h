@@ -24,17 +24,17 @@ class Table {
   // params: list of tensors; groups: index of each into the hypers; increment_version: torch's function;
   // place: where the tensors are; indices: of each parameter in the optimizer; weights: of 16-bit parameters, as
   // Weights; seed: of stochastic rounding.
-  Table(py::list params, std::vector<int> groups, py::object increment_version, Place place,
+  Table(List params, std::vector<int> groups, Object increment_version, Place place,
         std::vector<uint32_t> indices, int weights, uint64_t seed);
 
   // Types whose instances are read directly, beside torch.Tensor and torch.nn.Parameter.
-  void accept(py::object type);
+  void accept(PyObject* type);
 
   // Reads p.grad of every row. accums: tensors or None; present: bytearray, set to kByGrad where p.grad is the buffer
   // itself and to 0 where it no longer is; dtypes: bytearray, each parameter's dtype when its buffer was made; buffers:
   // whether rows with a gradient need a buffer.
   // Returns (gradients found, row that needs attention or kAllRight).
-  std::pair<Py_ssize_t, Py_ssize_t> collect(py::list accums, py::bytearray present, py::bytearray dtypes, bool buffers);
+  std::pair<Py_ssize_t, Py_ssize_t> collect(List accums, ByteArray present, ByteArray dtypes, bool buffers);
 
   // The rows with a gradient still to be added, and, after prepare, those of the coming step.
   std::vector<size_t> gradients() const;
@@ -47,30 +47,30 @@ class Table {
   // allocator of the gradients is told of; None where there is none.
   // squares: address of a double per row, or 0. Where given, it gets the sum of squares of every buffer that was written,
   // and known (bytearray) 1.
-  void accumulate(py::bytearray present, double scale, Executor& executor, py::object stream, py::bytearray known,
+  void accumulate(ByteArray present, double scale, Executor& executor, PyObject* stream, ByteArray known,
                   uintptr_t squares);
 
   // Before a step that needs the whole sum first, after prepare: (1) for rows with a gradient and a contribution, whose
   // p.grad becomes None. Then, where `squares` is given, the sums of squares of all rows with a contribution that are
   // not known: of the buffer, or of scale*grad where the step will read that. Returns the numbers of those rows.
-  std::vector<size_t> sum_up(py::bytearray present, double scale, int accum_dtype, Executor& executor, py::object stream,
-                             py::bytearray known, uintptr_t squares);
+  std::vector<size_t> sum_up(ByteArray present, double scale, int accum_dtype, Executor& executor, PyObject* stream,
+                             ByteArray known, uintptr_t squares);
 
   // The sums of squares of scale*grad, of every row with a gradient still to be added; reads only. Returns their numbers.
   std::vector<size_t> measure_gradients(double scale, int accum_dtype, Executor& executor, uintptr_t squares);
 
   // Reads the state of every row with a contribution. Returns the row that needs attention or kAllRight.
-  Py_ssize_t prepare(py::dict state, const std::vector<Hyper>& hypers, py::bytearray present);
+  Py_ssize_t prepare(Dict state, const std::vector<Hyper>& hypers, ByteArray present);
 
   // (2) to (6) for what collect and prepare found. accum_dtype: the sum's, for all but float64 parameters.
-  void step(const std::vector<Hyper>& hypers, py::bytearray present, int accum_dtype, double scale, double coefficient,
-            Executor& executor, py::object stream);
+  void step(const std::vector<Hyper>& hypers, ByteArray present, int accum_dtype, double scale, double coefficient,
+            Executor& executor, PyObject* stream);
 
   // The whole way of one row alone: collect, prepare and step with scale 1. False, with nothing changed but flags in
   // `present`, where the row needs attention.
-  bool step_one(size_t row, py::list accums, py::bytearray present, py::bytearray dtypes, py::dict state,
+  bool step_one(size_t row, List accums, ByteArray present, ByteArray dtypes, Dict state,
                 const std::vector<Hyper>& hypers, int accum_dtype, double coefficient, Executor& executor,
-                py::object stream);
+                PyObject* stream);
 
   void drop_gradients();
   void release();
@@ -82,7 +82,7 @@ class Table {
   template <class F>
   void write(F launch) {
     progress_ = Progress::writing;
-    py::gil_scoped_release release;
+    ReleaseGil release;
     try {
       launch();
     } catch (const NotBegun&) {
@@ -93,7 +93,7 @@ class Table {
 
   bool collect_row(Entry& entry, PyObject* accum, char& held, DType dtype_then, bool buffers, Py_ssize_t& found);
   bool plain(PyObject* tensor) const;
-  bool readable(const py::object& tensor, TensorInfo& info) const;
+  bool readable(const Object& tensor, TensorInfo& info) const;
   bool readable_master(const Entry& entry, TensorInfo& info) const;
   bool usable_gradient(const Entry& entry) const;
   bool read_state(Entry& entry, PyObject* state, const Hyper& hyper) const;
@@ -108,13 +108,14 @@ class Table {
   }
   Row accumulation(const Entry& entry, bool has_accum, double* squares) const;
   Row measurement(const Entry& entry, int accum_dtype, double* squares) const;
-  static void record_stream(const Entry& entry, const py::object& stream);
-  void record_gradients(const py::object& stream);
+  static void record_stream(const Entry& entry, PyObject* stream);
+  void record_gradients(PyObject* stream);
+  void increment_versions(const std::vector<PyObject*>& tensors) const;  // by torch's function
 
   std::vector<Entry> entries_;
   std::vector<Row> rows_;  // of the last call; kept for their memory
-  std::vector<py::object> accepted_;
-  py::object increment_version_;
+  std::vector<Object> accepted_;
+  Object increment_version_;
   const Place place_;
   const Precision precision_;
   bool overlap_ = false;

@@ -20,11 +20,11 @@ const Names& names() {
   return all;
 }
 
-bool is_true(const py::object& value) { return value.ptr() == Py_True; }
+bool is_true(const Object& value) { return value.get() == Py_True; }
 
 // Makes `kept` the object `borrowed`; false when that is null or None.
-bool keep(py::object& kept, PyObject* borrowed) {
-  if (kept.ptr() != borrowed) kept = py::reinterpret_borrow<py::object>(borrowed);
+bool keep(Object& kept, PyObject* borrowed) {
+  if (kept.get() != borrowed) kept = Object::borrowed(borrowed);
   return borrowed && borrowed != Py_None;
 }
 
@@ -73,7 +73,7 @@ class StateWalk {
     while (key_ && key_ != param) advance();
     if (!key_) {
       PyObject* own = PyDict_GetItemWithError(state_, param);
-      if (!own && PyErr_Occurred()) throw py::error_already_set();
+      if (!own && PyErr_Occurred()) throw PythonError();
       return own;
     }
     PyObject* own = value_;
@@ -95,37 +95,37 @@ class StateWalk {
 }  // namespace
 
 bool Table::plain(PyObject* tensor) const {
-  for (const py::object& type : accepted_) {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == type.ptr()) return true;
+  for (const Object& type : accepted_) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == type.get()) return true;
   }
   return false;
 }
 
-bool Table::readable(const py::object& tensor, TensorInfo& info) const {
-  return plain(tensor.ptr()) && read_tensor(tensor.ptr(), info) && info.place == place_ && info.dtype != DType::i16;
+bool Table::readable(const Object& tensor, TensorInfo& info) const {
+  return plain(tensor.get()) && read_tensor(tensor.get(), info) && info.place == place_ && info.dtype != DType::i16;
 }
 
 bool Table::readable_master(const Entry& e, TensorInfo& info) const {
   const bool halves = precision_.weights == Weights::split;
-  return !(halves && e.p.dtype != DType::bf16) && plain(e.master.ptr()) && read_tensor(e.master.ptr(), info) &&
+  return !(halves && e.p.dtype != DType::bf16) && plain(e.master.get()) && read_tensor(e.master.get(), info) &&
          info.place == place_ && info.dtype == (halves ? DType::i16 : DType::f32);
 }
 
 bool Table::usable_gradient(const Entry& e) const {
-  return !is_true(checked(tensor_attributes().requires_grad.get(e.grad.ptr()))) && !is_negated(e.grad.ptr());
+  return !is_true(checked(tensor_attributes().requires_grad.get(e.grad.get()))) && !is_negated(e.grad.get());
 }
 
 bool Table::collect_row(Entry& e, PyObject* accum, char& held, DType dtype_then, bool buffers, Py_ssize_t& found) {
-  if (!plain(e.param.ptr())) return false;
-  e.grad = checked(tensor_attributes().grad.get(e.param.ptr()));
+  if (!plain(e.param.get())) return false;
+  e.grad = checked(tensor_attributes().grad.get(e.param.get()));
   e.aliased = false;
   const bool has_grad = !e.grad.is_none();
   if (!has_grad && held == kByGrad) held = 0;
   if (!has_grad && !held) return true;
   found += has_grad;
   if (has_grad && !(readable(e.grad, e.g) && usable_gradient(e))) return false;
-  if (accum != e.accum.ptr()) {  // ours, and never moved: read once
-    e.accum = py::reinterpret_borrow<py::object>(accum);
+  if (accum != e.accum.get()) {  // ours, and never moved: read once
+    e.accum = Object::borrowed(accum);
     if (accum != Py_None && !readable(e.accum, e.a)) return false;
   }
   if (has_grad) {
@@ -142,14 +142,14 @@ bool Table::collect_row(Entry& e, PyObject* accum, char& held, DType dtype_then,
   return !(has_accum || buffers) || (dtype_then == e.p.dtype && same_sizes(e.a, e.p));
 }
 
-std::pair<Py_ssize_t, Py_ssize_t> Table::collect(py::list accums, py::bytearray present, py::bytearray dtypes,
+std::pair<Py_ssize_t, Py_ssize_t> Table::collect(List accums, ByteArray present, ByteArray dtypes,
                                                  bool buffers) {
   progress_ = Progress::none;
   Py_ssize_t found = 0;
   for (size_t i = 0; i < entries_.size(); ++i) {
-    const DType dtype_then = static_cast<DType>(bytes_of(dtypes)[i]);
-    PyObject* accum = PyList_GET_ITEM(accums.ptr(), Py_ssize_t(i));
-    if (!collect_row(entries_[i], accum, bytes_of(present)[i], dtype_then, buffers, found)) return {found, Py_ssize_t(i)};
+    const DType dtype_then = static_cast<DType>(dtypes[i]);
+    PyObject* accum = accums[i];
+    if (!collect_row(entries_[i], accum, present[i], dtype_then, buffers, found)) return {found, Py_ssize_t(i)};
   }
   return {found, kAllRight};
 }
@@ -157,8 +157,8 @@ std::pair<Py_ssize_t, Py_ssize_t> Table::collect(py::list accums, py::bytearray 
 bool Table::read_state(Entry& e, PyObject* state, const Hyper& hyper) const {
   if (!state || !PyDict_Check(state)) return false;
   const StateItems items(state);
-  if (PyErr_Occurred()) throw py::error_already_set();
-  auto moment = [&](py::object& kept, TensorInfo& info, PyObject* tensor) {
+  if (PyErr_Occurred()) throw PythonError();
+  auto moment = [&](Object& kept, TensorInfo& info, PyObject* tensor) {
     if (!keep(kept, tensor)) return false;
     return readable(kept, info) && same_sizes(info, e.p) && !has_internal_overlap(info);
   };
@@ -174,13 +174,13 @@ bool Table::read_state(Entry& e, PyObject* state, const Hyper& hyper) const {
   return keep(e.step, items.step) && readable(e.step, step) && read_step(e, step);
 }
 
-Py_ssize_t Table::prepare(py::dict state, const std::vector<Hyper>& hypers, py::bytearray present) {
-  StateWalk walk(state.ptr());
+Py_ssize_t Table::prepare(Dict state, const std::vector<Hyper>& hypers, ByteArray present) {
+  StateWalk walk(state.object);
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& e = entries_[i];
-    e.steps = e.has_grad() || bytes_of(present)[i] != 0;
+    e.steps = e.has_grad() || present[i] != 0;
     if (!e.steps) continue;
-    if (!read_state(e, walk.find(e.param.ptr()), hypers.at(size_t(e.group)))) return Py_ssize_t(i);
+    if (!read_state(e, walk.find(e.param.get()), hypers.at(size_t(e.group)))) return Py_ssize_t(i);
   }
   return kAllRight;
 }

@@ -39,7 +39,7 @@ const int64_t* kept(std::vector<int64_t> shape) {
 }
 
 bool append_integers(PyObject* sequence, std::vector<int64_t>& to) {
-  Ref tuple(sequence ? PySequence_Tuple(sequence) : nullptr);
+  Object tuple(sequence ? PySequence_Tuple(sequence) : nullptr);
   if (!tuple) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple.get()); ++i) {
     to.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.get(), i)));
@@ -48,14 +48,14 @@ bool append_integers(PyObject* sequence, std::vector<int64_t>& to) {
 }
 
 bool read_by_attributes(PyObject* tensor, TensorInfo& info) {
-  Ref dtype(PyObject_GetAttrString(tensor, "dtype"));
-  Ref name(dtype ? PyObject_Str(dtype.get()) : nullptr);
-  Ref sizes(PyObject_GetAttrString(tensor, "shape"));
-  Ref strides(PyObject_CallMethod(tensor, "stride", nullptr));
-  Ref data(PyObject_CallMethod(tensor, "data_ptr", nullptr));
-  Ref on_cpu(PyObject_GetAttrString(tensor, "is_cpu"));
-  Ref on_cuda(PyObject_GetAttrString(tensor, "is_cuda"));
-  Ref index(PyObject_CallMethod(tensor, "get_device", nullptr));
+  Object dtype(PyObject_GetAttrString(tensor, "dtype"));
+  Object name(dtype ? PyObject_Str(dtype.get()) : nullptr);
+  Object sizes(PyObject_GetAttrString(tensor, "shape"));
+  Object strides(PyObject_CallMethod(tensor, "stride", nullptr));
+  Object data(PyObject_CallMethod(tensor, "data_ptr", nullptr));
+  Object on_cpu(PyObject_GetAttrString(tensor, "is_cpu"));
+  Object on_cuda(PyObject_GetAttrString(tensor, "is_cuda"));
+  Object index(PyObject_CallMethod(tensor, "get_device", nullptr));
   const char* text = name ? PyUnicode_AsUTF8(name.get()) : nullptr;
   std::vector<int64_t> size_list, stride_list;
   const bool read = text && data && on_cpu && on_cuda && index && append_integers(sizes.get(), size_list) &&
@@ -81,7 +81,7 @@ bool read_by_attributes(PyObject* tensor, TensorInfo& info) {
 
 void TensorAttribute::bind(PyObject* tensor_class) {
   accessors_ = nullptr;
-  Ref descriptor(PyObject_GetAttr(tensor_class, name_));
+  Object descriptor(PyObject_GetAttr(tensor_class, name_));
   if (!descriptor) return PyErr_Clear();
   if (Py_TYPE(descriptor.get()) != &PyGetSetDescr_Type) return;
   accessors_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor.get())->d_getset;  // static in libtorch_python
