@@ -117,10 +117,12 @@ class Compiler:
                 "macOS: xcode-select --install)",
             )
         compiler = cls((*found, *flags_from("ARCHFLAGS")))
-        if error := compiler.try_compile("#include <cmath>\n", "-std=c++17"):
-            raise CannotBuild(f"the C++ compiler {found[0]} cannot compile a C++17 file", f"repair {found[0]}", error)
         python_include = sysconfig.get_path("include")
-        if error := compiler.try_compile("#include <Python.h>\n", f"-I{python_include}"):
+        both = "#include <Python.h>\n#include <cmath>\n"
+        if error := compiler.try_compile(both, "-std=c++17", f"-I{python_include}"):
+            if alone := compiler.try_compile("#include <cmath>\n", "-std=c++17"):
+                what = f"the C++ compiler {found[0]} cannot compile a C++17 file"
+                raise CannotBuild(what, f"repair {found[0]}", alone)
             raise CannotBuild(
                 f"Python.h cannot be compiled (looked for in {python_include})",
                 "install Python's headers (Debian, Ubuntu: apt-get install python3-dev; "
@@ -145,7 +147,11 @@ class Compiler:
 
     def isas(self) -> dict[str, tuple[str, ...]]:
         """The x86-64 instruction sets that this compiler can produce code for; none on other targets."""
-        probe = "#ifndef __x86_64__\n#error not x86-64\n#endif\n#include <immintrin.h>\n"
+        probe = (
+            "#ifndef __x86_64__\n#error not x86-64\n#endif\n"
+            "typedef float Vector __attribute__((vector_size(64)));\n"
+            "void probe(Vector* x) { *x = *x * *x; }\n"  # for the assembler to refuse
+        )
         return {isa: flags for isa, flags in X86_ISAS.items() if not self.try_compile(probe, *flags)}
 
 
