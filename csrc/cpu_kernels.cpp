@@ -80,8 +80,11 @@ void accumulate_range(const Row& row, double scale_, int64_t begin, int64_t end,
   bool straight = false;
   with_storage(row.grad.dtype, [&](auto zero) {
     using G = decltype(zero);
-    straight = in_place<G>(row.grad) && in_place<T>(row.accum);
-    if (straight) accumulate_straight<T, G>(row, scale, begin, end - begin, streaming, squares);
+    // Float64 with anything else is too rare for loops of its own.
+    if constexpr ((sizeof(G) == 8) == (sizeof(T) == 8)) {
+      straight = in_place<G>(row.grad) && in_place<T>(row.accum);
+      if (straight) accumulate_straight<T, G>(row, scale, begin, end - begin, streaming, squares);
+    }
   });
   if (straight) return;
 
