@@ -29,6 +29,12 @@ struct Instance {
   static inline PyTypeObject* type = nullptr;
 };
 
+// Whether a T owns Python objects and shows them: int T::traverse(visitproc, void*) const.
+template <class T, class = void>
+constexpr bool is_traversed = false;
+template <class T>
+constexpr bool is_traversed<T, std::void_t<decltype(&T::traverse)>> = true;
+
 // -- arguments: From<T>::of(object) is a T or a T& ------------------------------------------------------------------
 
 template <class T, class = void>
@@ -182,8 +188,12 @@ PyObject* to_python(const std::vector<T>& all) {
 
 template <class T>
 PyObject* to_python(std::unique_ptr<T> value) {
-  auto* self = PyObject_New(Instance<T>, Instance<T>::type);
-  if (self) self->value = value.release();
+  Instance<T>* self;
+  if constexpr (is_traversed<T>) self = PyObject_GC_New(Instance<T>, Instance<T>::type);
+  else self = PyObject_New(Instance<T>, Instance<T>::type);
+  if (!self) return nullptr;
+  self->value = value.release();
+  if constexpr (is_traversed<T>) PyObject_GC_Track(self);
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -257,9 +267,17 @@ PyObject* construct(PyTypeObject*, PyObject* args, PyObject* keywords) {
 template <class T>
 void destroy(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
+  if constexpr (is_traversed<T>) PyObject_GC_UnTrack(self);
   delete reinterpret_cast<Instance<T>*>(self)->value;
-  PyObject_Free(self);
+  if constexpr (is_traversed<T>) PyObject_GC_Del(self);
+  else PyObject_Free(self);
   Py_DECREF(type);
+}
+
+template <class T>
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return reinterpret_cast<Instance<T>*>(self)->value->traverse(visit, arg);
 }
 
 // Adds a class to a module: `name` with the module's, `methods` ending in {}, both kept. Throws a Python error.
@@ -268,8 +286,11 @@ void add_type(PyObject* module, const char* name, PyMethodDef* methods, std::uni
   PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(construct<Make>)},
                          {Py_tp_dealloc, reinterpret_cast<void*>(destroy<T>)},
                          {Py_tp_methods, methods},
+                         {0, nullptr},
                          {0, nullptr}};
-  PyType_Spec spec = {name, sizeof(Instance<T>), 0, Py_TPFLAGS_DEFAULT, slots};
+  if constexpr (is_traversed<T>) slots[3] = {Py_tp_traverse, reinterpret_cast<void*>(traverse<T>)};
+  PyType_Spec spec = {name, sizeof(Instance<T>), 0,
+                      Py_TPFLAGS_DEFAULT | (is_traversed<T> ? Py_TPFLAGS_HAVE_GC : 0), slots};
   Instance<T>::type = reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(&spec)).release());
   if (PyModule_AddType(module, Instance<T>::type)) throw PythonError();
 }

@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include <exception>
+#include <stdexcept>
 #include <utility>
 
 namespace fa {
@@ -72,8 +73,10 @@ struct List {
 struct ByteArray {
   PyObject* object;
 
-  char* data() const { return PyByteArray_AS_STRING(object); }
-  char& operator[](size_t i) const { return data()[i]; }
+  char& operator[](size_t i) const {
+    if (i >= size_t(PyByteArray_GET_SIZE(object))) throw std::out_of_range("bytearray index out of range");
+    return PyByteArray_AS_STRING(object)[i];
+  }
 };
 struct Dict {
   PyObject* object;

@@ -206,7 +206,7 @@ void Table::step(const std::vector<Hyper>& hypers, ByteArray present, int accum_
   }
   const bool one_by_one = parameters_overlap();
   write([&] { executor.step(rows_, hypers, scale, coefficient, one_by_one); });
-  std::fill_n(present.data(), entries_.size(), 0);
+  for (size_t i = 0; i < entries_.size(); ++i) present[i] = 0;
   std::vector<PyObject*> left;
   const Row* row = rows_.data();
   for (const Entry& e : entries_) {
@@ -238,6 +238,17 @@ void Table::drop_gradients() {
   }
   release();
   progress_ = Progress::taken;
+}
+
+int Table::traverse(visitproc visit, void* arg) const {
+  Py_VISIT(increment_version_.get());
+  for (const Object& type : accepted_) Py_VISIT(type.get());
+  for (const Entry& e : entries_) {
+    const Object* const all[] = {&e.param,      &e.grad,           &e.accum, &e.exp_avg,
+                                 &e.exp_avg_sq, &e.max_exp_avg_sq, &e.step,  &e.master};
+    for (const Object* one : all) Py_VISIT(one->get());
+  }
+  return 0;
 }
 
 void Table::release() {

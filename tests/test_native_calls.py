@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from fused_accum import _native
+from fused_accum import FusedAccumAdamW, _native
 from fused_accum.backends.native import place_of
 
 _C, _ = _native.load()
@@ -43,6 +43,7 @@ def table(params, **changed):
         (lambda p: table(p, indices=[]), IndexError, "range"),
         (lambda p: table(p).collect([], bytearray(1), bytearray(1), False), IndexError, "out of range"),
         (lambda p: table(p).collect([None], [0], bytearray(1), False), TypeError, "bytearray was expected"),
+        (lambda p: table(p).collect([None], bytearray(), bytearray(1), False), IndexError, "out of range"),
         (lambda p: table(p).collect([None], bytearray(1)), TypeError, "4 arguments expected, 2 given"),
         (lambda p: table(p).release(1), TypeError, "0 arguments expected, 1 given"),
         (lambda p: table(p).prepare([], [], bytearray(1)), TypeError, "dict was expected"),
@@ -107,3 +108,24 @@ def test_native_objects_are_not_copied():
     for one in (_C.Place(1, 0), table([]), _C.Hyper((0.1, 0.9, 0.99, 1e-8, 0.1, False, False))):
         with pytest.raises(TypeError):
             copy.deepcopy(one)
+
+
+@pytest.mark.parametrize("mode", ["explicit", "in_backward"])
+def test_an_optimizer_that_its_parameters_refer_to_is_collected(mode):
+    """As with torch.optim, by the collector of cycles: native code owns references too."""
+    gone = []
+    for _ in range(3):
+        p = torch.nn.Parameter(torch.ones(5))
+        optimizer = FusedAccumAdamW([p], backend="cpu", lr=0.1)
+        p.optimizer = optimizer
+        if mode == "in_backward":
+            optimizer.accumulate_in_backward()
+        for _ in range(3):
+            p.sum().backward()
+            if mode == "explicit":
+                optimizer.accumulate()
+        optimizer.step()
+        gone += [weakref.ref(optimizer), weakref.ref(optimizer._run)]
+        del p, optimizer
+    gc.collect()
+    assert [one() for one in gone] == [None] * len(gone)
