@@ -94,34 +94,11 @@ struct From<PyObject*> {
   static PyObject* of(PyObject* object) { return object; }
 };
 
-template <>
-struct From<List> {
-  static List of(PyObject* object) {
-    if (!PyList_Check(object)) refuse_argument(object, "list");
-    return {object};
-  }
-};
-
-template <>
-struct From<ByteArray> {
-  static ByteArray of(PyObject* object) {
-    if (!PyByteArray_Check(object)) refuse_argument(object, "bytearray");
-    return {object};
-  }
-};
-
-template <>
-struct From<Dict> {
-  static Dict of(PyObject* object) {
-    if (!PyDict_Check(object)) refuse_argument(object, "dict");
-    return {object};
-  }
-};
-
-template <>
-struct From<Tuple> {
-  static Tuple of(PyObject* object) {
-    if (!PyTuple_Check(object)) refuse_argument(object, "tuple");
+// List, ByteArray, Dict, Tuple.
+template <class T>
+struct From<T, std::void_t<decltype(T::kType)>> {
+  static T of(PyObject* object) {
+    if (!T::holds(object)) refuse_argument(object, T::kType);
     return {object};
   }
 };
@@ -230,21 +207,24 @@ struct Bound<F> {
   }
 };
 
+template <class T, class R, class... A, class Method>
+PyObject* call_method(Method method, PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  T& value = *reinterpret_cast<Instance<T>*>(self)->value;
+  const auto f = [&](auto&&... all) -> R { return (value.*method)(std::forward<decltype(all)>(all)...); };
+  return call<R, A...>(f, args, count, std::index_sequence_for<A...>());
+}
+
 template <class T, class R, class... A, R (T::*F)(A...)>
 struct Bound<F> {
   static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    T& value = *reinterpret_cast<Instance<T>*>(self)->value;
-    const auto method = [&](auto&&... all) -> R { return (value.*F)(std::forward<decltype(all)>(all)...); };
-    return fa::call<R, A...>(method, args, count, std::index_sequence_for<A...>());
+    return call_method<T, R, A...>(F, self, args, count);
   }
 };
 
 template <class T, class R, class... A, R (T::*F)(A...) const>
 struct Bound<F> {
   static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    const T& value = *reinterpret_cast<Instance<T>*>(self)->value;
-    const auto method = [&](auto&&... all) -> R { return (value.*F)(std::forward<decltype(all)>(all)...); };
-    return fa::call<R, A...>(method, args, count, std::index_sequence_for<A...>());
+    return call_method<T, R, A...>(F, self, args, count);
   }
 };
 

@@ -61,6 +61,9 @@ class ReleaseGil {
 
 // Arguments that are known to be of a type, borrowed for a call.
 struct List {
+  static constexpr const char* kType = "list";
+  static bool holds(PyObject* object) { return PyList_Check(object); }
+
   PyObject* object;
 
   size_t size() const { return size_t(PyList_GET_SIZE(object)); }
@@ -71,6 +74,9 @@ struct List {
   }
 };
 struct ByteArray {
+  static constexpr const char* kType = "bytearray";
+  static bool holds(PyObject* object) { return PyByteArray_Check(object); }
+
   PyObject* object;
 
   char& operator[](size_t i) const {
@@ -79,9 +85,15 @@ struct ByteArray {
   }
 };
 struct Dict {
+  static constexpr const char* kType = "dict";
+  static bool holds(PyObject* object) { return PyDict_Check(object); }
+
   PyObject* object;
 };
 struct Tuple {
+  static constexpr const char* kType = "tuple";
+  static bool holds(PyObject* object) { return PyTuple_Check(object); }
+
   PyObject* object;
 };
 
